@@ -43,7 +43,8 @@ def now() -> int:
 
 @contextlib.contextmanager
 def no_grad() -> Iterator[None]:
-    """Record nothing on the tape inside the block; also usable as a decorator."""
+    """Record nothing on the tape inside the block; also usable as a decorator, but not of a generator, whose body runs
+    later."""
     before = grad_enabled()
     _mode.grad = False
     try:

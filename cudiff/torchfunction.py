@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable
 from typing import Any
@@ -17,16 +18,16 @@ def to_torch_function(function: Callable[..., Tensor]) -> Callable[..., Any]:
 
     function: takes Tensors positionally and returns one, such as `MyFunction.apply`, an operation or a Module. It runs
     where PyTorch's tensors lie, in their dtype: float32, float64, float16 or bfloat16. Tensors that require a gradient
-    get one; parameters that the function holds itself get theirs too. A second backward (`retain_graph=True`) runs the
-    function again. Gradients of gradients are not recorded. Backward raises RuntimeError where an
-    argument was changed since. Raises TypeError for arguments that are no tensors of
-    PyTorch's, and where the function returns no Tensor.
+    get one; parameters that the function holds itself get theirs, also where no argument requires one. A second
+    backward (`retain_graph=True`) runs the function again, with other dropout. Gradients of gradients are not recorded.
+    Backward raises RuntimeError where an argument was changed since. Raises TypeError for arguments that are no tensors
+    of PyTorch's, and where the function returns no Tensor.
     """
     torch: Any = importlib.import_module("torch")
 
     class Bridge(torch.autograd.Function):  # type: ignore[name-defined, misc]
         @staticmethod
-        def forward(ctx: Any, *tensors: Any) -> Any:
+        def forward(ctx: Any, parameters: Any, *tensors: Any) -> Any:
             ctx.save_for_backward(*[x for x in tensors if isinstance(x, torch.Tensor)])
             ctx.inputs = []
             for x in tensors:
@@ -38,7 +39,10 @@ def to_torch_function(function: Callable[..., Tensor]) -> Callable[..., Any]:
             if not isinstance(out, Tensor):
                 kind = type(out).__name__
                 raise TypeError(f"the function returns one Tensor, not {kind}: join several by cudiff.concatenate")
-            return _to_torch(torch, out.data)
+            result = _to_torch(torch, out.data)
+            if not out.requires_grad:
+                ctx.mark_non_differentiable(result)
+            return result
 
         @staticmethod
         @torch.autograd.function.once_differentiable
@@ -49,9 +53,10 @@ def to_torch_function(function: Callable[..., Tensor]) -> Callable[..., Any]:
             for x in ctx.inputs:
                 x.grad = None
             out.backward(Tensor(dout.contiguous()))
-            return tuple(None if x.grad is None else _to_torch(torch, x.grad) for x in ctx.inputs)
+            return None, *(None if x.grad is None else _to_torch(torch, x.grad) for x in ctx.inputs)
 
-    return Bridge.apply
+    # PyTorch goes back only where an argument requires a gradient: this one stands for the function's own parameters.
+    return functools.partial(Bridge.apply, torch.empty(0, requires_grad=True))
 
 
 def _to_torch(torch: Any, array: Array) -> Any:

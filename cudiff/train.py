@@ -122,7 +122,7 @@ class Trainer:
         self._notices += slow_widths(self.net, self.device)
         self.ema = EMA(self.net, config.ema_half_life)
         self.optimizer = optimizer_of(config, self.net, self.ema)
-        self._reduction = Reduction(self.optimizer.flat, self.net.parameters(), group, config.accumulate)
+        self._reduction = Reduction(self.optimizer.flat, self.net, group, config.accumulate)
         if config.precision == "fp16":
             self.optimizer.loss_scale = LossScale()
         self.pipeline = Pipeline(config, self.net)

@@ -155,3 +155,11 @@ def test_a_module_learns_inside_a_network_of_pytorch():
     layer = nn.Linear(4, 2)
     to_torch_function(layer)(torch.nn.Linear(3, 4)(torch.randn(5, 3))).sum().backward()
     assert layer.weight.grad is not None and layer.weight.grad.shape == (2, 4)
+    first = nn.Linear(3, 4)  # its argument, the data, requires no gradient
+    function, last = to_torch_function(first), torch.nn.Linear(4, 1)
+    last(function(torch.randn(5, 3))).sum().backward()
+    np.testing.assert_allclose(first.bias.grad, 5 * last.weight[0].detach().numpy(), rtol=1e-5)
+    with torch.no_grad():
+        assert not function(torch.randn(5, 3)).requires_grad
+    first.requires_grad_(False)
+    assert not function(torch.randn(5, 3)).requires_grad

@@ -332,6 +332,24 @@ def test_named_modules_and_devices_are_pytorchs():
             model.to(wrong)
 
 
+@needs_torch
+def test_what_has_several_names_is_listed_once_as_in_pytorch():
+    """A loop over them, as to scale initial values, comes by each once; names are all there."""
+    lists = []
+    for library in (nn, torch.nn):
+        norm, activation = library.BatchNorm1d(2), library.ReLU()
+        model = library.Sequential(norm, activation, library.Linear(2, 2), activation)
+        model.again, seen = norm, []
+        model.apply(seen.append)
+        arrays = [*model.parameters(), *(value for value in model.buffers() if len(value.shape))]
+        found = model.modules(), model.children(), seen
+        lists.append([[type(module).__name__ for module in modules] for modules in found])
+        lists[-1] += [[list(value.shape) for value in arrays]]
+    assert lists[0] == lists[1]
+    ours = nn.Sequential(layer := nn.Linear(2, 2), layer)
+    assert [name for name, _ in ours.named_parameters()] == ["0.weight", "0.bias", "1.weight", "1.bias"]
+
+
 def test_a_layer_that_a_dictionary_takes_later_is_noticed_by_the_optimiser():
     model = nn.Sequential(nn.Linear(2, 2))
     model.more = nn.ModuleDict({"a": nn.Linear(2, 2)})

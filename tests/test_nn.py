@@ -347,6 +347,42 @@ def test_a_buffer_in_the_place_of_another_is_recorded_again():
     assert graph._state > before and module.count.numpy().tolist() == [1, 1]
 
 
+def test_a_buffer_that_is_set_in_a_forward_has_its_old_values_in_backward(device):
+    """As a running deviation: setting it gives what computed before no other gradient."""
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(np.ones(2))
+            self.register_buffer("scale", np.array([2.0, 3.0]))
+
+        def forward(self, x):
+            y = x * self.weight * self.scale
+            self.scale = self.scale * 5
+            return y
+
+    net = Scaled().flatten(device)
+    net(Tensor([1.0, 1.0], device=device)).sum().backward()
+    assert Tensor(net.weight.grad).tolist() == [2, 3] and net.scale.tolist() == [10, 15]
+    net.zero_grad()
+    slope = cudiff.grad(lambda x: net(x).sum(), create_graph=True)(Tensor([1.0, 1.0], device=device))
+    assert slope.tolist() == [10, 15] and net.scale.tolist() == [50, 75]
+    before = graph.recording_state()
+    slope.sum().backward()
+    assert Tensor(net.weight.grad).tolist() == [10, 15] and graph.recording_state() == before
+    net.scale = [1.0, 1.0]
+    assert graph.recording_state() > before and net.scale.device == device
+
+
+def test_a_buffer_that_is_set_within_a_graph_keeps_its_array(host_of, monkeypatch):
+    host = host_of(True)
+    module = nn.Module()
+    module.register_buffer("count", Tensor(host.zeros(2, np.float32)))
+    data, values = module.count.data, Tensor(np.ones(2, np.float32), device="cuda")
+    monkeypatch.setattr(host.cuda.get_current_stream(), "is_capturing", lambda: True)
+    module.count = values
+    assert module.count.data is data and module.count.numpy().tolist() == [1, 1]
+
+
 def test_a_model_moves_to_a_device(host_of):
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm2d(4))
     assert model.to("cpu") is model and model.flat is None

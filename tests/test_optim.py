@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from cudiff.errors import CudiffError
-from cudiff.nn import Linear, Module, Parameter
+from cudiff.nn import Linear, Module, Parameter, Sequential
 from cudiff.optim import EMA, SGD, Adam, AdamW, Constant, Cosine
 from cudiff.tensor import Tensor
 from tests.check import relative_error, torch
@@ -331,3 +331,56 @@ def test_frozen_weights_that_stay_are_gone_through():
     optimizer.step()
     y.backward()
     np.testing.assert_allclose(x.grad, np.tile(frozen.weight.numpy().sum(0), (3, 1)), rtol=1e-6)
+
+
+@pytest.mark.parametrize("zeroed", [False, True])
+def test_a_gradient_outlasts_freezing(device, zeroed):
+    """As of a critic that is frozen while the generator's gradient goes through it, and updated after that."""
+    critic, other = (Sequential(Linear(2, 3), Linear(3, 1)).flatten(device) for _ in range(2))
+    other.load_state_dict(critic.state_dict())
+    x = Tensor(np.ones((4, 2), np.float32), requires_grad=True, device=device)
+    for net, freezes in ((critic, True), (other, False)):
+        optimizer = SGD(net, lr=0.1, clip=1.0)
+        for _ in range(2):
+            (net(x) ** 2).sum().backward()
+            if freezes:
+                net.requires_grad_(False)
+                net(x).sum().backward()
+                assert not any(parameter.grad.any() for parameter in net.parameters())
+            if zeroed:
+                optimizer.zero_grad()
+            net.requires_grad_(True)
+        optimizer.step()
+    for name, values in critic.state_dict().items():
+        np.testing.assert_allclose(values, other.state_dict()[name], rtol=1e-6)
+    assert (optimizer.metrics()["grad_norm"] == 0) == zeroed
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_a_gradient_by_hand_may_have_another_dtype(flat):
+    """As `p.grad * np.float64(0.5)` has: it was taken in flat buffers, and refused elsewhere."""
+    layer = Linear(2, 2)
+    if flat:
+        layer.flatten("cpu")
+    layer(Tensor(np.ones((1, 2), np.float32))).sum().backward()
+    layer.bias.grad = layer.bias.grad * np.float64(0.5)
+    assert layer.bias.grad.dtype == np.float32 and layer.bias.grad.tolist() == [0.5, 0.5]
+
+
+def test_an_optimiser_of_its_own_for_what_is_trained_later():
+    """The documented way out: the first steps of what an Adam had frozen are larger, of a new Adam they are not."""
+    head, rest = Parameter(np.zeros(2)), Parameter(np.zeros(2))
+    rest.requires_grad = False
+    optimizer = Adam([head, rest], lr=1e-3)
+    for _ in range(500):
+        optimizer.zero_grad()
+        head.sum().backward()
+        optimizer.step()
+    rest.requires_grad = True
+    moved = {}
+    for name, last in (("same", optimizer), ("own", Adam([rest], lr=1e-3))):
+        rest.grad = np.ones(2, np.float32)
+        before = rest.numpy().copy()
+        last.step()
+        moved[name] = float((before - rest.numpy()).max() / 1e-3)
+    assert moved["own"] == pytest.approx(1, rel=1e-4) and 1.5 < moved["same"] < 6.5

@@ -162,6 +162,18 @@ def test_options_set_between_steps_count_and_have_a_captured_step_recorded_again
     assert optimizer.metrics()["lr"] == pytest.approx(0.3)
 
 
+def test_without_groups_an_options_two_names_are_one(parameters):
+    """`param_groups[0]["lr"]`, PyTorch's habit, and `lr`: the last that was set counts. A given group has its own."""
+    optimizer = SGD(parameters, lr=0.1)
+    optimizer.param_groups[0]["lr"] = 0.2
+    assert optimizer.lr == 0.2
+    optimizer.lr = 0.3
+    assert optimizer.param_groups[0]["lr"] == 0.3
+    grouped = SGD([{"params": parameters}], lr=0.1)
+    grouped.param_groups[0]["lr"] = 0.2
+    assert grouped.lr == 0.1
+
+
 def test_a_schedule_may_be_any_function(parameters, device, rng):
     """Of the steps made, skipped ones too; Adam's step has the factor as well, and the last one remains."""
     factors, before = (1.0, 0.5, 0.0, 0.25), parameters[0].numpy().copy()

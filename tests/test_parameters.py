@@ -262,6 +262,12 @@ def test_tied_weights_train_as_one(device):
     optimizer = SGD(model, lr=0.1)
     optimizer.step()
     np.testing.assert_allclose(model[2].weight.numpy(), weight - 0.1 * expected.T, rtol=1e-6)
+    with cudiff.no_grad():
+        for parameter in model.parameters():  # each once
+            parameter -= 0.1 * parameter.grad
+    np.testing.assert_allclose(model[2].weight.numpy(), weight - 0.2 * expected.T, rtol=1e-6)
+    SGD(model, lr=0.1, ema=EMA(model, half_life=2)).step()
+    np.testing.assert_allclose(model[2].weight.numpy(), weight - 0.3 * expected.T, rtol=1e-5)
     assert model.num_parameters() == 9 + 6 + 2
     model.load_state_dict(model.state_dict())
     optimizer.load_state_dict(optimizer.state_dict())

@@ -80,7 +80,7 @@ def test_of_a_registered_gradient_all_is_begun_each_once(passes, monkeypatch, rn
     net, group = Net(), Registered()
     net.flatten("cpu")
     net.flat.shard(group)
-    reducing = Reduction(net.flat, net.parameters(), group, passes)
+    reducing = Reduction(net.flat, net, group, passes)
     for _ in range(2):
         net.flat.buffer[...] = 7
         net.zero_grad()
@@ -100,7 +100,7 @@ def test_of_a_registered_gradient_all_is_begun_each_once(passes, monkeypatch, rn
 
 def gradient(net, group, rng, passes=1):
     net.flatten("cpu")
-    reducing = Reduction(net.flat, net.parameters(), group, passes)
+    reducing = Reduction(net.flat, net, group, passes)
     net.zero_grad()
     for index in range(passes):
         loss = (net(Tensor(rng.standard_normal((3, 6)).astype(np.float32))) ** 2).sum()

@@ -12,14 +12,14 @@ from typing import Any, ParamSpec, Protocol, Self, TypeVar
 import numpy as np
 
 from cudiff import show
-from cudiff.backend import PRECISIONS, Array, copy_into, is_low, to_device
+from cudiff.backend import PRECISIONS, Array, array_module, copy_into, is_capturing, is_low, to_device
 from cudiff.cuda.graph import record_again
 from cudiff.errors import CudiffError
 from cudiff.nn.parameter import FlatParameters, Parameter, array_of, fitting, structure_changes
 from cudiff.nn.state_dict import StateDict, digests_in, is_batch_count, metadata_of, require_native
 from cudiff.ops.cast import as_input
 from cudiff.precision import allow_tf32, tf32_allowed
-from cudiff.tensor import Tensor
+from cudiff.tensor import Tensor, gradient_depth
 from cudiff.values import flag
 
 P = ParamSpec("P")
@@ -135,7 +135,7 @@ class Module:
             array = fitting(name, Tensor(value), buffer.dtype)
             if array.shape != buffer.shape:
                 raise ValueError(f"{name} is a buffer of shape {buffer.shape}, not {array.shape}")
-            copy_into(buffer.data, array)
+            self._set_buffer(name, buffer, array)
             return
         before = vars(self).get(name)
         if _decides(name, vars(self).get(name, getattr(type(self), name, _NONE)), value):
@@ -143,6 +143,19 @@ class Module:
         super().__setattr__(name, value)
         if isinstance(value, Module | Parameter) or isinstance(before, Module | Parameter):
             structure_changes()
+
+    def _set_buffer(self, name: str, buffer: Tensor, array: Array) -> None:
+        """New values in a new array: the backward of what was recorded reads the old one. Within a graph, in place."""
+        captured, values = is_capturing(buffer.device), buffer.data
+        if not captured:
+            values = array_module(buffer.device).empty_like(values)
+        copy_into(values, array)
+        if gradient_depth() > 1 and not captured:  # there operations keep the tensor itself
+            self._buffers[name] = Tensor(values)
+            structure_changes()
+        else:
+            buffer.data = values
+        record_again()  # a captured function holds the old array
 
     def __delattr__(self, name: str) -> None:
         if name in self._buffers:
@@ -176,8 +189,8 @@ class Module:
                 yield name, value
 
     def children(self) -> Iterator[Module]:
-        """The direct sub-modules."""
-        return (module for _, module in self.named_children())
+        """The direct sub-modules, each once."""
+        return iter({id(module): module for _, module in self.named_children()}.values())
 
     def named_modules(self, prefix: str = "") -> Iterator[tuple[str, Module]]:
         """(name, module) of this module and everything below it; its own name is `prefix`."""
@@ -186,8 +199,8 @@ class Module:
             yield from child.named_modules(f"{prefix}.{name}" if prefix else name)
 
     def modules(self) -> Iterator[Module]:
-        """This module and everything below it."""
-        return (module for _, module in self.named_modules())
+        """This module and everything below it, each once, whatever names it has."""
+        return iter({id(module): module for _, module in self.named_modules()}.values())
 
     def apply(self, function: Callable[[Module], Any]) -> Self:
         """Call `function` with everything below and then with this module, as PyTorch does."""
@@ -197,7 +210,7 @@ class Module:
         return self
 
     def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
-        """(name, parameter) in state_dict order. Raises TypeError for layers in a list or the like, which have none."""
+        """(name, parameter) in state_dict order; one of two names comes twice. Raises TypeError for layers in lists."""
         for prefix, module in self.named_modules():
             for name, value in vars(module).items():
                 if isinstance(value, Parameter):
@@ -206,12 +219,13 @@ class Module:
                     _require_names(name, value)  # a list may have grown since it was set
 
     def parameters(self) -> list[Parameter]:
-        """The parameters in state_dict order."""
-        return [parameter for _, parameter in self.named_parameters()]
+        """The parameters in state_dict order, each once, whatever names it has."""
+        return list({id(parameter): parameter for _, parameter in self.named_parameters()}.values())
 
     def register_buffer(self, name: str, value: Tensor) -> None:
         """Keep a tensor that is saved with the model but not trained (running statistics), in the place of another
-        buffer of this name; an array of float64 as float32. Raises TypeError where the name is something else's."""
+        buffer of this name; an array of float64 as float32. Raises TypeError where the name is something else's.
+        `module.name = values` gives it a new array, and backward reads the old one; `capture` overwrites that."""
         if name not in self._buffers and hasattr(self, name):
             raise TypeError(f"{name} is a {type(getattr(self, name)).__name__} already: give the buffer another name")
         if name in self._buffers:
@@ -226,8 +240,8 @@ class Module:
                 yield f"{prefix}.{name}" if prefix else name, value
 
     def buffers(self) -> list[Tensor]:
-        """All registered buffers, in the order of `named_buffers`."""
-        return [value for _, value in self.named_buffers()]
+        """All registered buffers, in the order of `named_buffers`, each once."""
+        return list({id(value): value for _, value in self.named_buffers()}.values())
 
     def layouts(self) -> dict[str, str]:
         """For each parameter name how PyTorch's file layout differs (`Parameter.layout`)."""
@@ -374,8 +388,8 @@ class Module:
             parameter.grad = None
 
     def num_parameters(self) -> int:
-        """How many numbers are trained."""
-        return sum(parameter.size for parameter in {id(value): value for value in self.parameters()}.values())
+        """How many numbers the parameters hold, frozen ones too."""
+        return sum(parameter.size for parameter in self.parameters())
 
     def summary(self) -> None:
         """Print a table of every layer that has parameters: its name, its type, their shapes and counts."""

@@ -109,14 +109,16 @@ class Parameter(Tensor):
         The buffers that hold it, once its model is flattened. A copy of it, a pickled one too, is in none.
     data : the array. Setting it is `assign`. Writing into the array itself leaves the 16-bit copy as it was until the
         next update.
-    grad : the gradient. In flat buffers, setting it copies the values there, and None stands for zeros.
+    grad : the gradient. In flat buffers it is a view, which the next step's backward overwrites: keep a copy of it.
+        Setting it copies the values there, and None stands for zeros.
     requires_grad : False freezes it: no gradient, no update, no weight decay, no momentum, no moving average, and where
-        a captured step holds it, that step is recorded again.
+        a captured step holds it, that step is recorded again. True gives back the gradient that it had before, unless
+        `zero_grad` was called.
 
     A backward through what was computed before an update raises RuntimeError: its gradients would mix old and new.
     """
 
-    __slots__ = ("_decay", "_stale", "_updated", "compute_copy", "flat", "layout", "low")
+    __slots__ = ("_decay", "_kept", "_stale", "_updated", "compute_copy", "flat", "layout", "low")
     _copied = ("data", "requires_grad", "decay", "layout", "low")
 
     def __init__(self, data: Any, low: bool = False, decay: bool | None = None, layout: str = "vector",
@@ -124,6 +126,7 @@ class Parameter(Tensor):
         self.flat: FlatParameters | None = None
         self.compute_copy: Array | None = None
         self._stale, self._updated = True, -1
+        self._kept: Array | None = None  # the gradient, while it is frozen in flat buffers, whose norm is taken whole
         if data is None:
             raise TypeError("a Parameter takes an array or numbers, not None")
         given = Tensor(data if hasattr(data, "dtype") else np.asarray(data, float64), requires_grad=True)
@@ -142,7 +145,7 @@ class Parameter(Tensor):
 
     @grad.setter
     def grad(self, array: Array | None) -> None:
-        array = None if array is None else fitting("a gradient", array)
+        array = None if array is None else fitting("a gradient", array).astype(float32, copy=False)
         if array is not None and array.shape != self.shape:
             raise ValueError(f"a gradient of shape {array.shape} for a parameter of shape {self.shape}")
         if self.flat is None or array is self._grad or self._grad is None:
@@ -168,9 +171,18 @@ class Parameter(Tensor):
         _requires_grad.__set__(self, wanted)
         if changes:
             flat.set_flags(self)  # type: ignore[union-attr]
+            kept = self._kept if wanted else None if self._grad_empty else self._grad.copy()  # type: ignore[union-attr]
             self._grad.fill(0)  # type: ignore[union-attr]
             self.zero_grad()
+            if wanted and kept is not None:
+                self.grad = kept
+            else:
+                self._kept = kept
             record_again()
+
+    def zero_grad(self) -> None:
+        super().zero_grad()
+        self._kept = None
 
     @property
     def decay(self) -> bool:
@@ -406,7 +418,7 @@ class FlatParameters:
     def zero_grad(self) -> None:
         """Set the gradients to zero; the next backward overwrites them."""
         for parameter in self._parameters:
-            parameter._grad_empty = parameter._grad is not None
+            parameter._grad_empty, parameter._kept = parameter._grad is not None, None
 
     def views(self, flat: Array) -> dict[str, Array]:
         """Each parameter's slice of any flat buffer of this size, by name and in its shape."""

@@ -274,10 +274,11 @@ class Variance(Function):
     @staticmethod
     def forward_numpy(ctx, x, axes, keepdims, ddof):
         wide = x.astype(compute_dtype(x.dtype), copy=False)
-        deviation = wide - np.mean(wide, axis=axes, keepdims=True)
-        ctx.axes, ctx.scale = axes, 1 / (_count(x.shape, axes) - ddof)
+        count = _count(x.shape, axes)
+        deviation = wide - _sum_numpy(wide, axes, True) / count
+        ctx.axes, ctx.scale = axes, 1 / (count - ddof)
         ctx.save(deviation)
-        total = np.asarray(np.sum(np.square(deviation), axis=axes, keepdims=keepdims)) * ctx.scale
+        total = _sum_numpy(np.square(deviation), axes, keepdims) * ctx.scale
         return np.asarray(total).astype(x.dtype, copy=False)
 
     @staticmethod

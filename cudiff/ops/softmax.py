@@ -18,6 +18,7 @@ from cudiff.ops.cast import (
     as_wide,
     astype,
     downcast,
+    is_number,
     require_float,
     result_dtype,
     upcast,
@@ -157,7 +158,7 @@ def cross_entropy(logits: Any, labels: Any, label_smoothing: float = 0.0, ignore
     that are no integers.
     """
     logits, labels = _checked("cross_entropy", logits, labels)
-    if not 0 <= label_smoothing <= 1:
+    if not is_number(label_smoothing) or not 0 <= label_smoothing <= 1:  # PyTorch's third argument is weights
         raise ValueError(f"cross_entropy: label_smoothing is a share from 0 to 1, not {label_smoothing}")
     if label_smoothing == 0 and ignore_index is None:
         return CrossEntropy.apply(logits, labels)

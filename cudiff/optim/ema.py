@@ -38,7 +38,7 @@ class EMA:
         if not isinstance(model, Module):
             raise CudiffError(f"an EMA averages a Module, not a {type(model).__name__}: EMA(model, half_life=500)")
         flat = model.flat_parameters()
-        self._source, self._averaged = model, model.parameters()
+        self._source, self._averaged = model, [value for _, value in model.named_parameters()]
         self._user: object = None  # the token of the optimiser that updates it
         self.half_life, self.ramp = half_life, ramp
         self.checked()
@@ -51,7 +51,7 @@ class EMA:
         if self._is_whole:
             self._model.flatten(flat.device, trainable=False)
         else:  # it stays on them, for which `whole` exchanges the average
-            flat.lend(self._model.parameters())
+            flat.lend([value for _, value in self._model.named_parameters()])
             self._part = flat.data[flat.shards.own].copy()
 
     def checked(self) -> tuple[float, float | None]:

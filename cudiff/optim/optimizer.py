@@ -56,19 +56,22 @@ class Fixed(tuple):
 
 
 class Group(ChainMap):
-    """`params`, and the options that a group of parameters has for itself; what it lacks are the optimiser's own."""
+    """`params`, and the options that a group of parameters has for itself; what it lacks are the optimiser's own.
 
-    def __init__(self, parameters: list[Parameter], own: Mapping[str, Any], optimizer: Optimizer):
+    own: None where no groups were given: what is set here is then set in the optimiser itself.
+    """
+
+    def __init__(self, parameters: list[Parameter], own: Mapping[str, Any] | None, optimizer: Optimizer):
         super().__init__({"params": Fixed(parameters)}, optimizer.options)
-        self.kind = type(optimizer)
-        for name, value in own.items():
+        self.kind, self.own = type(optimizer), self.maps[1 if own is None else 0]
+        for name, value in (own or {}).items():
             self[name] = value
 
     def __setitem__(self, name: str, value: Any) -> None:
         options = ("lr", *self.kind.numbers)
         if name not in options:
             raise CudiffError(f"a group of {self.kind.__name__} has no option '{name}': use {', '.join(options)}")
-        super().__setitem__(name, getattr(self.kind, name).check(name, value))
+        self.own[name] = getattr(self.kind, name).check(name, value)
         record_again()
 
 
@@ -164,9 +167,13 @@ class Optimizer:
     ema : EMA of the same model, or None
         One optimiser updates an EMA: the last that it was given to. `step` of the one before raises CudiffError.
 
-    A step whose gradient holds a NaN or an infinity changes nothing but the counters: see `metrics`. A frozen parameter
-    (`requires_grad = False`) is left as it is, with its moments and its average. Raises CudiffError for options out of
-    range, also where they are set later, and `step` for a model whose parameters have been replaced since.
+    A step whose gradient holds a NaN, an infinity or numbers beyond 1e19, whose squares float32 does not hold, changes
+    nothing but the counters: see `metrics`. A frozen parameter (`requires_grad = False`) is left as it is, with its
+    moments and its average. Adam's bias correction counts all updates: what was frozen from the start and is trained
+    later moves up to six times as far at first, unless it gets an optimiser of its own then. What no backward has
+    reached has a gradient of zeros: unlike in PyTorch, weight decay and momentum move it, unless it is frozen. Raises
+    CudiffError for options out of range, also where they are set later, and `step` for a model whose parameters have
+    been replaced since.
     """
 
     moments: tuple[str, ...] = ()
@@ -220,7 +227,8 @@ class Optimizer:
     def _groups(self, parameters: Any) -> list[Group]:
         given = list(parameters) if isinstance(parameters, Iterable) and not isinstance(parameters, Tensor) else []
         if not given or isinstance(parameters, Module) or not all(isinstance(group, Mapping) for group in given):
-            given = [{"params": parameters if isinstance(parameters, Module | Tensor) or not given else given}]
+            whole = parameters if isinstance(parameters, Module | Tensor) or not given else given
+            return [Group(_listed(whole), None, self)]
         groups = []
         for group in given:
             if "params" not in group:
@@ -260,8 +268,8 @@ class Optimizer:
         return ranges
 
     def _own(self) -> list[Parameter]:
-        """The parameters that it trains, as they are now."""
-        return self._listed if self.model is None else self.model.parameters()
+        """The parameters that it trains, as they are now: one for each of the buffers' slots."""
+        return self._listed if self.model is None else [value for _, value in self.model.named_parameters()]
 
     @property
     def ema(self) -> EMA | None:
@@ -385,7 +393,7 @@ class Optimizer:
             return
         if self.ema._user is not self._token:
             raise CudiffError("another optimiser was given this one's EMA: make an EMA(model, ...) for each")
-        if not self._average.holds(self.ema._model.parameters()):
+        if not self._average.holds([value for _, value in self.ema._model.named_parameters()]):
             raise CudiffError(
                 "the EMA's model was flattened again, or a layer of it replaced: make the optimiser anew, or train a "
                 "copy.deepcopy of that model"

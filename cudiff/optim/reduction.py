@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from cudiff.autograd import watched
 from cudiff.cuda.deferred import Queue
 from cudiff.distributed import Group
 from cudiff.function import Node
-from cudiff.nn import FlatParameters, Parameter
+from cudiff.nn import FlatParameters, Module, Parameter
 from cudiff.recompute import Recomputed
 
 BUCKETS = 8
@@ -28,10 +28,9 @@ class Reduction:
     weights' gradients are split, and so their last bits.
     """
 
-    def __init__(self, flat: FlatParameters, parameters: Sequence[Parameter], group: Group, passes: int = 1):
+    def __init__(self, flat: FlatParameters, net: Module, group: Group, passes: int = 1):
         self.flat, self.group, self.passes = flat, group, passes
-        places = zip(parameters, flat.slots.values(), strict=True)
-        self._places = {id(parameter): (parameter, (start, stop)) for parameter, (start, stop, _) in places}
+        self._places = {id(parameter): (parameter, flat.slots[name][:2]) for name, parameter in net.named_parameters()}
         self._summed: set[int] = set()
         self._started = 0
         self._last = True

@@ -57,6 +57,8 @@ def test_variance(shape, axis, ddof, device, rng):
 def test_variance_around_a_large_mean(device, rng):
     x = (rng.standard_normal(10000) + 1e4).astype(np.float32)
     assert relative_error(cudiff.var(Tensor(x, device=device)).numpy(), x.astype(np.float64).var()) < 1e-4
+    rows = (rng.standard_normal((10**6, 2)) + 300).astype(np.float32)  # NumPy's is a fifth off
+    assert relative_error(cudiff.var(Tensor(rows, device=device), 0).numpy(), rows.astype(np.float64).var(0)) < 1e-5
 
 
 @pytest.mark.parametrize("name", ["max", "min"])

@@ -96,7 +96,7 @@ def test_classes_that_are_impossible(device):
 
 def test_what_smooth_labels_refuse(device):
     logits = Tensor(np.zeros((2, 3), np.float32), device=device)
-    for share in (-0.1, 1.5):
+    for share in (-0.1, 1.5, np.ones(3), Tensor([0.5])):
         with pytest.raises(ValueError, match="label_smoothing is a share from 0 to 1, not"):
             cross_entropy(logits, [0, 1], share)
     if device == "cuda":
