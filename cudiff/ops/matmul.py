@@ -30,7 +30,7 @@ from cudiff.ops.cast import (
     result_dtype,
     upcast,
 )
-from cudiff.ops.reduce import sum_rows_cuda, sum_to
+from cudiff.ops.reduce import sum_array, sum_rows_cuda, sum_to
 from cudiff.ops.shape import reshape
 from cudiff.tensor import Tensor
 from cudiff.threads import PART_BYTES, cut, parallel_map, unflagged
@@ -205,7 +205,7 @@ def _gradients_numpy(x: np.ndarray, weight: np.ndarray, dout: np.ndarray, needs:
     if needs[1]:
         dweight = matmul_numpy(dout.T, _rows_numpy(x).astype(wide, copy=False))
     if needs[2]:
-        dbias = dout.sum(0)
+        dbias = sum_array(dout, 0)
     return dx, dweight, dbias
 
 

@@ -87,6 +87,14 @@ def test_products_of_nothing(device, rng, a, b):
     check_op(lambda a, b: matmul(a, b) + matmul(a, b) * 2, *arrays, device=device)
 
 
+def test_the_bias_gradient_of_many_rows(rng):
+    """Added row by row in float32 it would be 3e-5 off."""
+    bias, dout = Tensor(np.zeros(2, np.float32), requires_grad=True), (rng.standard_normal((10**6, 2)) + 3)
+    x, weight = (Tensor(np.ones((rows, 1), np.float32)) for rows in (10**6, 2))
+    linear(x, weight, bias).backward(Tensor(dout, dtype="float32"))
+    assert relative_error(bias.grad, dout.astype(np.float32).astype(np.float64).sum(0)) < 5e-6
+
+
 def test_products_of_nothing_launch_no_product(host_of):
     host = host_of(True)
     a, b = (Tensor(host.zeros(shape, np.float32), requires_grad=True) for shape in ((3, 4), (4, 0)))
