@@ -33,7 +33,8 @@ def backward(self: Tensor, grad: Any = None) -> None:
             "backward() needs a tensor that requires a gradient: nothing that it was made of does "
             "(cudiff.load(path, trainable=True) loads a net to be trained)"
         )
-    if grad is None:
+    given = grad is not None
+    if not given:
         if self.size != 1:
             raise RuntimeError(f"backward() of a tensor of shape {self.shape} needs the gradient to start from")
         grad = array_module(self.device).ones_like(self.data)
@@ -41,7 +42,28 @@ def backward(self: Tensor, grad: Any = None) -> None:
         grad = Tensor(grad, dtype=self.dtype, device=self.device).data
     if grad.shape != self.shape:
         raise ValueError(f"the gradient has shape {grad.shape}, the tensor {self.shape}")
+    if given and self._source is not None:
+        grad = _apart(grad, nodes_below(self._source[0], -1))
     walk_back(self, grad)
+
+
+def _apart(grad: Array, nodes: list[Node]) -> Array:
+    """`grad`, or a copy where a leaf's gradient may lie in its memory, as in `y.backward(x.grad)`: that is written to
+    before all nodes have read `grad`. The leaves of a part that is recomputed are not known yet."""
+    leaves = [source._grad for node in nodes for source in node.inputs if isinstance(source, Tensor)]
+    if any([node.function is Recomputed for node in nodes]) or any([_overlap(grad, one) for one in leaves]):
+        return grad.copy()
+    return grad
+
+
+def _overlap(one: Array, other: Array | None) -> bool:
+    """Whether two arrays of one device may have memory in common."""
+    if other is None or not isinstance(other, type(one)):
+        return False
+    if device_of(one) == "cpu":
+        return np.may_share_memory(one, other)
+    starts = one.data.ptr, other.data.ptr
+    return max(starts) < min(starts[0] + one.nbytes, starts[1] + other.nbytes)
 
 
 Tensor.backward = backward  # type: ignore[method-assign]

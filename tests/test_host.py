@@ -22,6 +22,7 @@ from cudiff.ops.conv2d import conv2d, conv_transpose2d
 from cudiff.ops.edm import edm_input, edm_mix, edm_output
 from cudiff.ops.group_norm import group_norm
 from cudiff.ops.grouped_linear import grouped_linear
+from cudiff.ops.matmul import linear
 from cudiff.ops.mse import mse
 from cudiff.ops.norm_silu_conv2d import norm_silu_conv2d
 from cudiff.ops.pool import avg_pool2d, max_pool2d, upsample_nearest
@@ -407,3 +408,18 @@ def test_a_batch_without_images_makes_no_launch_over_windows(host_of, hopper, op
         assert len(out) == 0 and x.grad.shape == x.shape
         assert not {stem for stem, _ in host.launches if stem.startswith(("conv2d", "pool", "gemm"))}
         assert weight.grad is None or not Tensor(weight.grad).numpy().any()
+
+
+@pytest.mark.parametrize("hopper", [True, False])
+def test_the_stride_of_an_axis_of_one_element_may_be_anything(host_of, hopper):
+    """It makes an array no less contiguous; a tensor map takes multiples of 16 bytes, from 0 on."""
+    host = host_of(hopper)
+
+    def tensor(*shape):
+        return Tensor(host.zeros(shape, bfloat16), requires_grad=True)
+
+    column, image, weight = Tensor(tensor(64, 1).data.T), tensor(2, 1, 8, 64), tensor(192, 64)
+    qkv = linear(image[:, ::-1], weight)[:, :, :1][:, :, ::-1]
+    for out in (linear(column, weight), attention_qkv(qkv, 2), conv2d(image[:, ::-1], tensor(64, 3, 3, 64), padding=1)):
+        out.backward(out.data)
+    assert ("conv2d_sm90", "conv2d_sm90") in host.launches or not hopper

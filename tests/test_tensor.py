@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 import cudiff
-from cudiff import CudiffError, Function, Tensor, from_dlpack, nn, no_grad
+from cudiff import CudiffError, Function, Tensor, from_dlpack, nn, no_grad, ops
+from cudiff.recompute import recomputed
 
 
 def leaf(values, device="cpu", dtype=np.float32):
@@ -467,3 +468,27 @@ def test_a_change_in_place_that_would_lose_a_gradient_is_refused(device):
         x.change(state * 2)
     (x * state).sum().backward()
     assert Tensor(x.grad).numpy().tolist() == [2, 4] and x.numpy().tolist() == [4, 8] and x.requires_grad
+
+
+@pytest.mark.parametrize("zeroed", [False, True])
+@pytest.mark.parametrize("again", [False, True])
+def test_a_leafs_gradient_to_start_from(device, rng, zeroed, again):
+    """As in a power iteration, `y.backward(x.grad)`: what is added to x's gradient is not read as that of y."""
+    values = [rng.standard_normal(shape).astype(np.float32) for shape in ((1, 4, 4, 3), (3, 3, 3, 3), (1, 4, 4, 3))]
+
+    def gradients(first):
+        x, w = (Tensor(value, requires_grad=True, device=device) for value in values[:2])
+        x.grad, start = Tensor(values[2].copy(), device=device).data, Tensor(values[2].copy(), device=device)
+        given = start if first is None else first(x.grad)
+        if zeroed:
+            x.zero_grad()
+
+        def part(x):
+            return ops.conv2d(x, w, padding=1) + x
+
+        (recomputed(part, x) if again else part(x)).backward(given)
+        return [Tensor(leaf.grad).numpy() for leaf in (x, w)]
+
+    for first in (lambda grad: grad, Tensor, lambda grad: grad[:]):
+        for found, expected in zip(gradients(first), gradients(None), strict=True):
+            np.testing.assert_allclose(found, expected, 1e-5, 1e-5)

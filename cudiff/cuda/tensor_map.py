@@ -52,7 +52,7 @@ def tensor_map(array: Array, box: tuple[int, ...], operand: bool = True, twice: 
     """
     kind = _TFLOAT32 if operand and array.dtype == float32 else _TYPES[array.dtype]
     swizzle = _SWIZZLES[box[-1] * array.dtype.itemsize] if swizzled else 0
-    shape, strides = array.shape, array.strides[:-1]
+    shape, strides = array.shape, _steps(array.shape, array.strides)
     if twice:
         shape, strides = (*shape[:-1], 2, shape[-1]), (*strides, 0)
     return _encode(array.data.ptr, kind, shape, strides, box, swizzle)
@@ -60,7 +60,7 @@ def tensor_map(array: Array, box: tuple[int, ...], operand: bool = True, twice: 
 
 def two_maps(array: Array, box: tuple[int, ...], second: tuple[int, ...]) -> np.ndarray:
     """The bytes of two maps of a 16-bit array as `tensor_map` makes them, one after the other: a struct of maps."""
-    return _two(array.data.ptr, _TYPES[array.dtype], array.shape, array.strides[:-1], box, second)
+    return _two(array.data.ptr, _TYPES[array.dtype], array.shape, _steps(array.shape, array.strides), box, second)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -72,8 +72,16 @@ def _two(pointer: int, kind: int, shape: tuple[int, ...], strides: tuple[int, ..
 def windows_map(images: Array, windows: Windows, at_once: int) -> np.ndarray:
     """An "im2col" CUtensorMap, for boxes of 64 channels of one tap of `at_once` windows. images: CUDA (N, H, W, C) of
     16 bits, whose pixels may have any strides that are multiples of 16 bytes."""
-    return _encode(images.data.ptr, _TYPES[images.dtype], images.shape, images.strides[:-1],
+    return _encode(images.data.ptr, _TYPES[images.dtype], images.shape, _steps(images.shape, images.strides),
                    (at_once, 128 // images.dtype.itemsize), _SWIZZLES[128], windows)
+
+
+@functools.lru_cache(maxsize=4096)
+def _steps(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of all axes but the last, as the driver takes them. That of an axis of one element may be anything,
+    even negative after a flip, because nothing is one step along: it becomes a multiple of 16 bytes."""
+    return tuple([max(0, stride) // 16 * 16 if size == 1 else stride
+                  for size, stride in zip(shape, strides[:-1], strict=False)])
 
 
 @functools.lru_cache(maxsize=4096)
