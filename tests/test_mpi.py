@@ -71,8 +71,22 @@ def test_no_file_is_left_where_its_room_is_taken_by_another(tmp_path, monkeypatc
     with open("/dev/full", "wb", 0) as full:
         monkeypatch.setattr(shared, "_fill", lambda file, size: fill(full, size))
         with pytest.raises(CudiffError, match=r"no room for 8 MB .* let TMPDIR name another folder"):
-            shared.SharedMemory(0, 1, lambda value: [value])
+            shared.SharedMemory(0, 1, lambda value: [value], [])
     assert not list(tmp_path.iterdir())
+
+
+def test_no_file_is_left_where_one_ends_as_they_meet(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    code, _, err = run(2, program("""
+        import os
+        from cudiff.distributed import join, shared
+
+        os.path.isdir = lambda path: path != "/dev/shm"
+        if os.environ["RANK"] == "1":
+            shared.mmap.mmap = lambda *given: os._exit(3)
+        join("cpu")
+    """), within=30, mpi=False)
+    assert code == 3 and "process 1 of 2 ended without a word" in err and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("call, told", [

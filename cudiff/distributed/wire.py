@@ -109,7 +109,7 @@ class Wire:
 
     A process that is gone, one that has failed, one that while `armed` makes no `beat` for `timeout` seconds and a
     launcher that is gone end all: every process leaves by `os._exit`, whatever its main thread waits for, and the first
-    cause is told once, by process 0 where it is there.
+    cause is told once, by process 0 where it is there. What `litter` names is removed before.
     """
 
     def __init__(self, place: Place, sockets: dict[int, socket.socket], timeout: float):
@@ -120,6 +120,7 @@ class Wire:
         self._sending, self._telling = threading.Lock(), threading.Lock()
         self.armed = self._closed = self._waits = False
         self._told = 0.0
+        self.litter: list[str] = []
         for connection in sockets.values():
             connection.settimeout(None)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -202,6 +203,12 @@ class Wire:
         if self.place.rank == 0:
             for rank in self._sockets:
                 self._send(rank, {"end": code})
+        self._exit(code)
+
+    def _exit(self, code: int) -> NoReturn:
+        for path in self.litter:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
         os._exit(code)
 
     def _send(self, rank: int, message: Any) -> None:
@@ -235,7 +242,7 @@ class Wire:
 
     def _take(self, rank: int, message: dict[str, Any]) -> None:
         if "end" in message:
-            os._exit(message["end"])
+            self._exit(message["end"])
         elif "failed" in message:
             self._end(*message["failed"])
         elif "values" in message:
@@ -251,7 +258,7 @@ class Wire:
         if self._closed:
             return
         if LAUNCHER in os.environ and str(os.getppid()) != os.environ[LAUNCHER]:
-            os._exit(1)
+            self._exit(1)
         if self._failing is not None and now > self._failing[0]:
             self._end(*self._failing[1:])
         for rank, since in self._lost.items():
