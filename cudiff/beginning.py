@@ -18,6 +18,7 @@ from cudiff.errors import CudiffError
 from cudiff.nn import Module, StateDict
 from cudiff.optim import EMA, SGD, Adam, AdamW, Constant, Cosine, Optimizer
 from cudiff.options import as_text
+from cudiff.tensorfile import digest
 
 LISTED = 6
 """How many names a notice repeats."""
@@ -218,7 +219,9 @@ def begin_alike(group: Group, config: Config, data: Mapping[str, Any], resume: C
 
     Raises CudiffError where the processes of a group have another configuration, data set or checkpoint.
     """
-    counters = None if resume is None else resume.counters
-    for what, value in (("configuration", config.to_dict()), ("data set", data), ("checkpoint", counters)):
+    begun = None
+    if resume is not None and group.size > 1:
+        begun = resume.counters, {name: digest(array) for name, array in resume.tensors.items()}
+    for what, value in (("configuration", config.to_dict()), ("data set", data), ("checkpoint", begun)):
         group.check_same(what, hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest())
     group.broadcast(net.flat_parameters().data)

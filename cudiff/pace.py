@@ -53,10 +53,10 @@ class Pace:
         """A line of metrics was shown."""
         self._told = time.perf_counter()
 
-    def previewing(self) -> Callable[[int], None] | None:
+    def previewing(self, beat: Callable[[], None]) -> Callable[[int], None] | None:
         """What a preview on the CPU calls after each of its steps; None for a GPU, which takes seconds for all of them.
 
-        It says how far the preview is, and raises CudiffError where a signal came.
+        It calls `beat`, says how far the preview is, and raises CudiffError where a signal came.
         """
         config, began, done = self.config, time.perf_counter(), 0
         total = config.sample_steps * -(-config.samples // config.batch_size)
@@ -65,6 +65,7 @@ class Pace:
         def stepped(step: int) -> None:
             nonlocal done, told
             done, now = done + 1, time.perf_counter()
+            beat()
             if self._stops:
                 raise CudiffError("a signal came")
             if self.display is not None and now - told > TELL_EVERY:

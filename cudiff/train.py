@@ -260,6 +260,7 @@ class Trainer:
                     generator.samples = chosen = range(start, min(count, start + self.config.batch_size))
                     images, labels = self.loader.normalised(dataset, chosen)
                     total += loss(self.preview.net, images, labels, generator).item() * len(chosen)
+                    self.group.beat()
                 generator.advance()
         return total / (VALIDATION_DRAWS * count)
 
@@ -312,7 +313,7 @@ class Trainer:
         path = self.folder / f"samples-{self.step:08d}.{'npz' if latents else 'png'}"
         try:
             images = self.preview.sample(self.config.samples, self.config.seed, batch_size=self.config.batch_size,
-                                         each_step=each_step)
+                                         each_step=each_step, progress=lambda done, n: self.group.beat())
         finally:
             self.preview.free_graphs()  # training needs the memory
         (save_npz if latents else save_grid)(path, images)
@@ -484,7 +485,7 @@ class Trainer:
                 self._record(metrics, display)
             if self.config.sample_every:
                 try:
-                    self.save_preview(self._pace.previewing())
+                    self.save_preview(self._pace.previewing(self.group.beat))
                 except CudiffError as error:
                     if not all(np.isfinite(array).all() for array in average.state_dict().values()):
                         raise CudiffError(f"the EMA is not finite at step {self.step}: {self._advice()}") from None

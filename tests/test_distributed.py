@@ -133,6 +133,42 @@ def test_who_makes_beats_is_not_stuck():
     assert (code, err) == (0, "")
 
 
+def test_beats_of_process_0_are_those_of_who_waits_for_it():
+    """As while it alone draws a preview."""
+    code, _, err = ended(launched("""
+        for _ in range(20 * (here.rank == 0)):
+            time.sleep(0.15)
+            line.beat()
+        line.close()
+    """, timeout=1))
+    assert (code, err) == (0, "")
+
+
+def test_all_may_be_halted_for_longer_than_the_timeout():
+    """As where a container is paused."""
+    process = launched("""
+        for _ in range(20):
+            time.sleep(0.1)
+            line.exchange(None)
+        line.close()
+    """, timeout=1)
+    pids = [int(process.stdout.readline().split()[1]) for _ in range(2)]
+    for number in (signal.SIGSTOP, signal.SIGCONT):
+        for pid in pids:
+            os.kill(pid, number)
+        time.sleep(4 * (number == signal.SIGSTOP))
+    code, _, err = ended(process)
+    assert (code, err) == (0, "")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_who_parts_from_others_that_work_on_is_told(rank):
+    """Its messages would answer theirs, and both would wait for ever."""
+    code, _, err = ended(launched(f"line.exchange(None, last=here.rank == {rank})\ntime.sleep(100)"))
+    assert code == 2 and err.count("\n") == 1
+    assert f"process {rank} of 2 has left the group, by close() or the end of its block, and process {1 - rank}" in err
+
+
 def test_no_process_outlives_its_launcher():
     process = launched("time.sleep(100)")
     pids = [int(process.stdout.readline().split()[1]) for _ in range(2)]
@@ -201,6 +237,8 @@ def test_places_by_launcher(given, expected):
         ({name: value for name, value in TORCHRUN.items() if name != "LOCAL_RANK"}, "do not fit together"),
         ({name: value for name, value in TORCHRUN.items() if name != "MASTER_ADDR"}, "set MASTER_ADDR"),
         (SLURM | {"SLURM_NODEID": "3"}, "do not fit together"),
+        (TORCHRUN | {"MASTER_PORT": "-9"}, "MASTER_PORT=-9 is no port"),
+        (TORCHRUN | {"MASTER_PORT": "70000"}, "MASTER_PORT=70000 is no port"),
     ],
 )
 def test_places_that_are_none(given, told):
@@ -252,6 +290,15 @@ def test_a_port_is_told_where_none_is_free(monkeypatch):
     monkeypatch.setattr(socket, "create_server", refuse)
     with pytest.raises(CudiffError, match="cannot listen"):
         wire.listen(meeting()[0])
+
+
+@pytest.mark.parametrize("changes", [{"port": 65535}, {"address": "a..b", "local_size": 1}])
+def test_what_is_no_port_or_name_is_told(changes):
+    here, there = (place._replace(**changes) for place in meeting())
+    with pytest.raises(CudiffError, match="process 0 cannot listen at"):
+        wire.listen(here)
+    with pytest.raises(CudiffError, match="process 0 did not answer"):
+        wire.call(there, 0.2)
 
 
 def test_a_group_of_one():

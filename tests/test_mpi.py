@@ -2,6 +2,8 @@
 
 import pytest
 
+from cudiff.distributed import shared
+from cudiff.errors import CudiffError
 from tests.ranks import program, run
 
 
@@ -60,6 +62,67 @@ def test_processes_share_the_cores_and_leave_no_file(tmp_path, monkeypatch):
         os.write(1, b"right\\n")
     """), mpi=False)
     assert (code, out, err) == (0, "right\n" * 2, "") and not list(tmp_path.iterdir())
+
+
+def test_no_file_is_left_where_its_room_is_taken_by_another(tmp_path, monkeypatch):
+    monkeypatch.setattr(shared.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(shared.os.path, "isdir", lambda path: path != "/dev/shm")
+    fill = shared._fill
+    with open("/dev/full", "wb", 0) as full:
+        monkeypatch.setattr(shared, "_fill", lambda file, size: fill(full, size))
+        with pytest.raises(CudiffError, match=r"no room for 8 MB .* let TMPDIR name another folder"):
+            shared.SharedMemory(0, 1, lambda value: [value], [])
+    assert not list(tmp_path.iterdir())
+
+
+def test_no_file_is_left_where_one_ends_as_they_meet(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    code, _, err = run(2, program("""
+        import os
+        from cudiff.distributed import join, shared
+
+        os.path.isdir = lambda path: path != "/dev/shm"
+        if os.environ["RANK"] == "1":
+            shared.mmap.mmap = lambda *given: os._exit(3)
+        join("cpu")
+    """), within=30, mpi=False)
+    assert code == 3 and "process 1 of 2 ended without a word" in err and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("call, told", [
+    ("group.all_reduce(np.ones(4 + group.rank, np.float32))", "called ['all_reduce', "),
+    ("group.broadcast(np.ones(4), group.rank)", "called ['broadcast', 32, "),
+    ("group.exchange(1) if group.rank else group.broadcast(np.ones(4))", "all make the same calls of their group"),
+    ("group.rank and group.all_reduce(np.ones(4))", "process 0 of 2 has left the group"),
+    ("group.rank or group.all_reduce(np.ones(4))", "process 1 of 2 has left the group"),
+])
+def test_other_calls_than_the_others_make_are_told(call, told):
+    """Numbers would be mixed, or all would wait for ever."""
+    code, _, err = run(2, program(f"""
+        import numpy as np
+        from cudiff.distributed import join
+
+        with join("cpu") as group:
+            {call}
+    """), within=30, mpi=False)
+    assert code and told in err
+
+
+@pytest.mark.parametrize("mpi", [True, False], ids=["MPI", "shared memory"])
+def test_an_error_outside_of_a_block_ends_all(mpi):
+    """MPI has a process wait for all others before it ends."""
+    code, out, err = run(2, program("""
+        import numpy as np
+        from cudiff.distributed import join
+
+        group = join("cpu")
+        if group.rank == 1:
+            print("said before")
+            raise KeyError("mine")
+        group.all_reduce(np.ones(4, np.float32))
+        group.all_reduce(np.ones(4, np.float32))
+    """), within=30, mpi=mpi)
+    assert code == 1 and err.count("Traceback") == 1 and "ended without a word" not in err and "said before" in out
 
 
 def test_what_differs_is_told_once():

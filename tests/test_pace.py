@@ -8,7 +8,7 @@ import pytest
 import cudiff
 from cudiff.diffusion.euler import Euler
 from cudiff.pace import Pace, duration
-from cudiff.train import Trainer
+from cudiff.train import VALIDATION_DRAWS, Trainer
 from tests.test_train import TINY
 
 DIGITS = cudiff.load_dataset("digits", image_size=8, count=20)
@@ -76,13 +76,27 @@ def paced(lines, **options):
 
 def test_a_long_preview_says_how_far_it_is(clock):
     pace = paced(lines := [], sample_steps=50, samples=10, batch_size=4)
-    stepped = pace.previewing()
+    beats = []
+    stepped = pace.previewing(lambda: beats.append(1))
     for step in range(20):
         stepped(step)
         clock[0] += 6
     assert lines == ["draws a preview, step 3 of 150; about 9.8 min left for it",
                      "draws a preview, step 14 of 150; about 12.6 min left for it"]
-    assert Pace(TINY, "cuda", None, 0, 0.0).previewing() is None
+    assert len(beats) == 20 and Pace(TINY, "cuda", None, 0, 0.0).previewing(beats.clear) is None
+
+
+def test_previews_and_validation_go_on_as_the_other_processes_are_told(tmp_path):
+    """Process 0 alone draws and validates, and the others wait for longer than a step may take."""
+    beats = []
+    config = TINY.replace(steps=2, sample_steps=3, samples=4, batch_size=4, validation=8, sample_every=2)
+    trainer = Trainer(config, DIGITS, tmp_path / "run")
+    trainer.group = SimpleNamespace(beat=lambda: beats.append(1))
+    trainer.validation_loss(trainer.held_out)
+    assert len(beats) == 2 * VALIDATION_DRAWS
+    beats.clear()
+    trainer.save_preview()
+    assert len(beats) == 1
 
 
 def test_a_limit_of_minutes_is_what_is_left(clock):

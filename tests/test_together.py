@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from cudiff.checkpoint import load_checkpoint
+from cudiff.checkpoint import load_checkpoint, save_checkpoint
 from cudiff.cli import main
 from tests.ranks import mpiexec, program, run
 
@@ -270,6 +270,23 @@ def test_other_options_than_process_0_are_told(tmp_path):
         sys.exit(main({["train", "--folder", str(tmp_path / "run"), *words()]!r} + ["--seed", os.environ["PMI_RANK"]]))
     """) if "ompi" not in mpiexec()[0] else pytest.skip("PMI_RANK is MPICH's"))
     assert code == 2 and err.count("process 1 of 2 has another configuration than process 0") == 1
+
+
+def test_another_checkpoint_than_process_0s_is_told(tmp_path):
+    """Other weights with the same counters, as converted ones of two files have: each process would train its own."""
+    assert train(tmp_path / "run")[0] == 0
+    first = load_checkpoint(tmp_path / "run")
+    for name, factor in (("0", 1), ("1", 2)):
+        tensors = {key: array * np.float32(factor) for key, array in first.tensors.items()}
+        save_checkpoint(tmp_path / f"{name}.safetensors", first.config, tensors, first.counters)
+    code, _, err = run(2, program(f"""
+        import os, sys
+        from cudiff.cli import main
+
+        sys.exit(main(["train", "--resume", f"{tmp_path}/{{os.environ['RANK']}}.safetensors", "--steps", "9",
+                       "--folder", "{tmp_path}/new"]))
+    """), mpi=False)
+    assert code == 2 and err.count("process 1 of 2 has another checkpoint than process 0") == 1
 
 
 def test_batch_norm_takes_its_statistics_over_all_processes():

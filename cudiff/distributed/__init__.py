@@ -214,7 +214,7 @@ def join(device: str = "auto", timeout: float = 600.0) -> Group:
     if engine is None and device == "cpu":
         from cudiff.distributed.shared import SharedMemory
 
-        engine = SharedMemory(own.rank, own.size, line.exchange)
+        engine = SharedMemory(own.rank, own.size, line.exchange, line.litter)
         share(own.local_size)
     elif engine is None:
         from cudiff.cuda.device import bus_address

@@ -81,6 +81,8 @@ def _placed(given: Mapping[str, str], *names: str) -> Place:
         raise CudiffError(f"{size} processes on several machines: set MASTER_ADDR to the name of process 0's machine")
     job = ".".join(given[name] for name in _JOBS if name in given)
     port = _number(given, "MASTER_PORT", PORT + int(re.sub(r"\D", "", job) or 0) % 10000)
+    if not 0 <= port < 65535:
+        raise CudiffError(f"MASTER_PORT={port} is no port before another one: set a number from 1024 to 65000")
     return Place(rank, size, local_rank, local_size, address, port, job)
 
 

@@ -7,7 +7,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -22,19 +22,25 @@ CHUNK = 4 << 20
 class SharedMemory(Engine):
     """The processes of one machine, with CHUNK bytes of shared memory for each.
 
-    exchange: `Wire.exchange`, which waits for all. It takes 130 to 260 µs between two processes. Raises CudiffError
-    where no folder for temporary files has room.
+    exchange: `Wire.exchange`, which waits for all. It takes 130 to 260 µs between two processes. litter: `Wire.litter`,
+    which names a file until all have opened it. Raises CudiffError where no folder for temporary files has room.
     """
 
-    def __init__(self, rank: int, size: int, exchange: Callable[[Any], list[Any]]):
+    def __init__(self, rank: int, size: int, exchange: Callable[[Any], list[Any]], litter: list[str]):
         self._rank, self._size, self._exchange = rank, size, exchange
         # Two halves in turns: while one process still reads what was said, another may go on and speak.
-        path = exchange(_file(2 * size * CHUNK) if rank == 0 else None)[0]
-        with open(path, "r+b") as file:
-            memory = mmap.mmap(file.fileno(), 2 * size * CHUNK)
-        exchange(None)
+        length = 2 * size * CHUNK
         if rank == 0:
-            os.unlink(path)  # the memory lasts as long as a process maps it
+            litter.append(_file(length))
+        path = exchange(litter and litter[0])[0]
+        with open(path, "r+b") as file:
+            memory = mmap.mmap(file.fileno(), length)
+            exchange(None)
+            if rank == 0:
+                os.unlink(path)  # the memory lasts as long as a process maps it
+                litter.clear()
+                _fill(file, length)
+        exchange(None)
         self._halves = np.frombuffer(memory, np.uint8).reshape(2, size, CHUNK)
         self._turn = 0
 
@@ -46,7 +52,7 @@ class SharedMemory(Engine):
         for chunk in self._chunks(array):
             slots = self._next().view(array.dtype)[:, : chunk.size]
             slots[self._rank] = chunk
-            self._exchange(None)
+            self._meet("all_reduce", chunk.size)
             own = slice(self._rank * chunk.size // self._size, (self._rank + 1) * chunk.size // self._size)
             for other in slots[1:, own]:
                 slots[0, own] += other
@@ -59,8 +65,15 @@ class SharedMemory(Engine):
             said = self._next()[root, : chunk.size]
             if self._rank == root:
                 said[...] = chunk
-            self._exchange(None)
+            self._meet("broadcast", chunk.size, root)
             chunk[...] = said
+
+    def _meet(self, *call: Any) -> None:
+        """Wait for all. Raises CudiffError where one makes another call, whose numbers would be mixed with these."""
+        for rank, other in enumerate(self._exchange(list(call))):
+            if other != list(call):
+                raise CudiffError(f"process {rank} of {self._size} called {other} where process {self._rank} called "
+                                  f"{list(call)}: all make the same calls of their group, on arrays of the same size")
 
     def _next(self) -> Array:
         """The other half: a chunk for each process."""
@@ -75,12 +88,26 @@ class SharedMemory(Engine):
 
 
 def _file(size: int) -> str:
-    """The path of a new file of so many bytes: in memory where there is room, else on the disk."""
+    """The path of a new file of so many bytes that are not there yet: in memory where there is room, else on the disk.
+    """
     room = [folder for folder in ("/dev/shm", tempfile.gettempdir())
             if os.path.isdir(folder) and shutil.disk_usage(folder).free > size]
     if not room:
-        raise CudiffError(f"no room for {size >> 20} MB in {tempfile.gettempdir()}: let TMPDIR name another folder")
+        raise _no_room(size)
     number, path = tempfile.mkstemp(prefix="cudiff-", dir=room[0])
-    with open(number, "wb") as file:
-        file.write(bytes(size))  # not truncated to it: a write to a page that a full folder has not ends the process
+    os.truncate(number, size)
+    os.close(number)
     return path
+
+
+def _fill(file: BinaryIO, size: int) -> None:
+    """Take the room of so many bytes: a write to a page that a full folder has not ends the process."""
+    try:
+        file.write(bytes(size))
+        file.flush()
+    except OSError:
+        raise _no_room(size) from None
+
+
+def _no_room(size: int) -> CudiffError:
+    return CudiffError(f"no room for {size >> 20} MB in {tempfile.gettempdir()}: let TMPDIR name another folder")

@@ -5,6 +5,7 @@ A message is a line of JSON; nothing else is read. Between processes of one mach
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
@@ -22,6 +23,9 @@ from cudiff.errors import CudiffError
 TICK = 0.2
 """Seconds between two looks at who is still there."""
 
+HALT = 1.0
+"""Seconds without a look after which this process, and the others with it, may have been halted."""
+
 WORD = 2.0
 """Seconds in which who has lost another waits for the cause, and an answer is waited for."""
 
@@ -33,7 +37,7 @@ def listen(place: Place, port: int | None = None) -> socket.socket:
     """Process 0's socket, at the first free one of the `PORTS` after the place's port, which torchrun holds itself."""
     host = LOOPBACK if place.local_size == place.size else place.address
     for candidate in range(place.port + 1, place.port + 1 + PORTS) if port is None else (port,):
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, UnicodeError, OverflowError):  # what is no name, and beyond the last port
             return socket.create_server((host, candidate), backlog=place.size)
     raise CudiffError(f"process 0 cannot listen at {host}, ports {place.port + 1} to {place.port + PORTS}: set "
                       "MASTER_ADDR to a name of its machine and MASTER_PORT to a number before free ones")
@@ -65,7 +69,7 @@ def call(place: Place, timeout: float) -> dict[int, socket.socket]:
     until = time.monotonic() + timeout
     while time.monotonic() < until:
         for port in range(place.port + 1, place.port + 1 + PORTS):
-            with contextlib.suppress(OSError, ValueError):
+            with contextlib.suppress(OSError, ValueError, OverflowError):
                 caller = socket.create_connection((place.address, port), WORD)
                 caller.sendall(_line({"cudiff": place.job, "rank": place.rank, "size": place.size}))
                 if json.loads(_one_line(caller)) == {"welcome": place.job}:
@@ -105,7 +109,7 @@ class Wire:
 
     A process that is gone, one that has failed, one that while `armed` makes no `beat` for `timeout` seconds and a
     launcher that is gone end all: every process leaves by `os._exit`, whatever its main thread waits for, and the first
-    cause is told once, by process 0 where it is there.
+    cause is told once, by process 0 where it is there. What `litter` names is removed before.
     """
 
     def __init__(self, place: Place, sockets: dict[int, socket.socket], timeout: float):
@@ -115,16 +119,23 @@ class Wire:
         self._failing: tuple[float, int, str] | None = None
         self._sending, self._telling = threading.Lock(), threading.Lock()
         self.armed = self._closed = self._waits = False
+        self._told = 0.0
+        self.litter: list[str] = []
         for connection in sockets.values():
             connection.settimeout(None)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.beat()
         self._thread = threading.Thread(target=self._watch, name="cudiff.distributed", daemon=True)
         self._thread.start()
+        atexit.register(self._leave)
 
     def beat(self) -> None:
-        """Say that the main thread goes on."""
-        self._beat = time.monotonic()
+        """Say that the main thread goes on. Process 0 tells the others, which wait while it alone draws a preview."""
+        self._beat = now = time.monotonic()
+        if self.armed and self.place.rank == 0 and now > self._told + TICK:
+            self._told = now
+            for rank in self._sockets:
+                self._send(rank, {"beat": None})
 
     def exchange(self, value: Any, last: bool = False) -> list[Any]:
         """What every process gave, by rank; waits for all. value: anything that JSON holds. After the `last` exchange
@@ -132,10 +143,16 @@ class Wire:
         json.dumps(value)  # what it does not hold is told before anybody waits for it
         self._waits = True
         if self.place.rank:
-            self._send(0, {"value": value})
+            self._send(0, {"value": value, "last": last})
             values = self._inbox[0].get()
         else:
-            values = [value, *(self._inbox[rank].get() for rank in range(1, self.place.size))]
+            found = {rank: self._inbox[rank].get() for rank in range(1, self.place.size)}
+            for rank, message in found.items():
+                if message["last"] != last:
+                    left, other = (0, rank) if last else (rank, 0)
+                    self.fail(2, f"cudiff: process {left} of {self.place.size} has left the group, by close() or the "
+                                 f"end of its block, and process {other} works on: all make the same calls")
+            values = [value, *(message["value"] for message in found.values())]
             for rank in self._sockets:
                 self._send(rank, {"values": values, "last": last})
             self._closed = last
@@ -147,9 +164,20 @@ class Wire:
         """Part from the others, once all have come here."""
         self.exchange(None, last=True)
         self._thread.join()
+        atexit.unregister(self._leave)
+
+    def _leave(self) -> None:
+        """The program ends without `close`: say so, as MPI has a process wait for all others before it ends."""
+        if getattr(sys, "last_value", None) is not None:
+            self.fail(1, "")  # its traceback is told
+        for connection in self._sockets.values():
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
 
     def fail(self, code: int, text: str) -> NoReturn:
         """End all processes with an exit code; `text` is told unless another one has failed before."""
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            sys.stdout.flush()  # `os._exit` does not
         self._begin_to_fail(code, text)
         threading.Event().wait()  # the watch ends the process
         raise AssertionError
@@ -175,6 +203,12 @@ class Wire:
         if self.place.rank == 0:
             for rank in self._sockets:
                 self._send(rank, {"end": code})
+        self._exit(code)
+
+    def _exit(self, code: int) -> NoReturn:
+        for path in self.litter:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
         os._exit(code)
 
     def _send(self, rank: int, message: Any) -> None:
@@ -186,6 +220,7 @@ class Wire:
         with selectors.DefaultSelector() as selector:
             for rank, connection in self._sockets.items():
                 selector.register(connection, selectors.EVENT_READ, rank)
+            looked = time.monotonic()
             while not self._closed:
                 for key, _ in selector.select(TICK):
                     rank, data = key.data, b""
@@ -197,27 +232,33 @@ class Wire:
                     *lines, rests[rank] = (rests[rank] + data).split(b"\n")
                     for line in lines:
                         self._take(rank, json.loads(line))
-                self._look(time.monotonic())
+                now = time.monotonic()
+                if now > looked + HALT:
+                    self._beat = min(now, self._beat + now - looked)
+                looked = now
+                self._look(now)
         for connection in self._sockets.values():
             connection.close()
 
     def _take(self, rank: int, message: dict[str, Any]) -> None:
         if "end" in message:
-            os._exit(message["end"])
+            self._exit(message["end"])
         elif "failed" in message:
             self._end(*message["failed"])
         elif "values" in message:
             self._closed = message["last"]
             self._inbox[rank].put(message["values"])
+        elif "beat" in message:
+            self.beat()
         else:
-            self._inbox[rank].put(message["value"])
+            self._inbox[rank].put(message)
 
     def _look(self, now: float) -> None:
         """End the process where something is wrong."""
         if self._closed:
             return
         if LAUNCHER in os.environ and str(os.getppid()) != os.environ[LAUNCHER]:
-            os._exit(1)
+            self._exit(1)
         if self._failing is not None and now > self._failing[0]:
             self._end(*self._failing[1:])
         for rank, since in self._lost.items():
