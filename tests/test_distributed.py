@@ -313,6 +313,12 @@ def test_a_group_of_one():
         raise KeyError
 
 
+def test_an_array_that_is_not_contiguous_is_refused():
+    for call in (ALONE.all_reduce, ALONE.broadcast):
+        with pytest.raises(TypeError, match="takes a C-contiguous array"):
+            call(np.ones((4, 4), np.float32)[:, ::2])
+
+
 def test_values_are_json():
     assert json.loads(wire._line({"value": [1, None, "ä"]})) == {"value": [1, None, "ä"]} and LAUNCHER.isupper()
 

@@ -34,8 +34,10 @@ class Group:
     def all_reduce(self, array: Array) -> None:
         """Sum a float32 array, C-contiguous, over the processes, in place.
 
-        On the CPU in the order of their numbers; on GPUs in NCCL's, the same each time. All have the same bits.
+        On the CPU in the order of their numbers; on GPUs in NCCL's, the same each time. All have the same bits. Raises
+        TypeError for an array that is not contiguous.
         """
+        _require_contiguous("all_reduce", array)
         if self.size > 1:
             self._engine.all_reduce(array)
 
@@ -78,7 +80,8 @@ class Group:
         return gathered
 
     def broadcast(self, array: Array, root: int = 0) -> None:
-        """Copy process `root`'s array, C-contiguous, to all; it may lie on the host."""
+        """Copy process `root`'s array, C-contiguous, to all; it may lie on the host. Raises TypeError for another."""
+        _require_contiguous("broadcast", array)
         if self.size > 1:
             self._engine.broadcast(array, root)
 
@@ -169,6 +172,11 @@ class Group:
 
 ALONE = Group()
 _joined = ALONE
+
+
+def _require_contiguous(name: str, array: Array) -> None:
+    if not array.flags.c_contiguous:  # a copy would be summed, and the array left as it is
+        raise TypeError(f"{name} takes a C-contiguous array: give it a copy, then copy the result back")
 
 
 def joined() -> Group:
