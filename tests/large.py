@@ -96,20 +96,20 @@ def by_rows(f: Callable[..., Tensor], *inputs: Array, weights: Sequence[Array] =
     out = f(*xs, *ws)
     trained = out.requires_grad
     dout = array(out.shape, out.dtype, 7) if trained else None
-    kept = out.data
-    for spot in spots(*inputs, kept):
-        near(f"rows {spot.start}", kept[spot], f(*tensors(*(a[spot] for a in inputs)), *tensors(*weights)).data)
+    values = out.data
+    for spot in spots(*inputs, values):
+        near(f"rows {spot.start}", values[spot], f(*tensors(*(a[spot] for a in inputs)), *tensors(*weights)).data)
     if dout is None:
         return
     out.backward(dout)
-    for spot in spots(*inputs, kept):
+    for spot in spots(*inputs, values):
         parts = tensors(*(a[spot] for a in inputs))
         f(*parts, *tensors(*weights)).backward(dout[spot])
         for i, (x, part) in enumerate(zip(xs, parts, strict=True)):
             if x.requires_grad:
                 near(f"gradient {i} of rows {spot.start}", x.grad[spot], part.grad)
     whole, sums = [Tensor(w.grad).numpy().astype(np.float64) for w in ws], [0.0 for _ in ws]
-    del xs, out, kept
+    del xs, out, values
     if not ws:
         return
     half = len(inputs[0]) // 2

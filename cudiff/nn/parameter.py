@@ -118,7 +118,7 @@ class Parameter(Tensor):
     A backward through what was computed before an update raises RuntimeError: its gradients would mix old and new.
     """
 
-    __slots__ = ("_decay", "_kept", "_stale", "_updated", "compute_copy", "flat", "layout", "low")
+    __slots__ = ("_decay", "_frozen_grad", "_stale", "_updated", "compute_copy", "flat", "layout", "low")
     _copied = ("data", "requires_grad", "decay", "layout", "low")
 
     def __init__(self, data: Any, low: bool = False, decay: bool | None = None, layout: str = "vector",
@@ -126,7 +126,7 @@ class Parameter(Tensor):
         self.flat: FlatParameters | None = None
         self.compute_copy: Array | None = None
         self._stale, self._updated = True, -1
-        self._kept: Array | None = None  # the gradient, while it is frozen in flat buffers, whose norm is taken whole
+        self._frozen_grad: Array | None = None  # in flat buffers, whose norm is taken whole
         if data is None:
             raise TypeError("a Parameter takes an array or numbers, not None")
         given = Tensor(data if hasattr(data, "dtype") else np.asarray(data, float64), requires_grad=True)
@@ -171,18 +171,18 @@ class Parameter(Tensor):
         _requires_grad.__set__(self, wanted)
         if changes:
             flat.set_flags(self)  # type: ignore[union-attr]
-            kept = self._kept if wanted else None if self._grad_empty else self._grad.copy()  # type: ignore[union-attr]
+            grad = self._frozen_grad if wanted else None if self._grad_empty else self._grad.copy()  # type: ignore[union-attr]
             self._grad.fill(0)  # type: ignore[union-attr]
             self.zero_grad()
-            if wanted and kept is not None:
-                self.grad = kept
+            if wanted and grad is not None:
+                self.grad = grad
             else:
-                self._kept = kept
+                self._frozen_grad = grad
             record_again()
 
     def zero_grad(self) -> None:
         super().zero_grad()
-        self._kept = None
+        self._frozen_grad = None
 
     @property
     def decay(self) -> bool:
@@ -418,7 +418,7 @@ class FlatParameters:
     def zero_grad(self) -> None:
         """Set the gradients to zero; the next backward overwrites them."""
         for parameter in self._parameters:
-            parameter._grad_empty, parameter._kept = parameter._grad is not None, None
+            parameter._grad_empty, parameter._frozen_grad = parameter._grad is not None, None
 
     def views(self, flat: Array) -> dict[str, Array]:
         """Each parameter's slice of any flat buffer of this size, by name and in its shape."""
