@@ -101,6 +101,10 @@ def more() -> Iterator[tuple[str, Callable[[], Any]]]:
                 ops.attention_qkv(tensor(1, t, 3 * 64, dtype=d), 2))
         yield f"depthwise convolution {dtype}", lambda d=dtype: _back(ops.conv2d(
             tensor(2, 5, 6, 24, dtype=d), tensor(24, 3, 3, 1), padding=1, groups=24))
+    for tokens in (64, 130):
+        for dtype in ("float32", "bfloat16"):
+            yield f"masked attention {dtype} {tokens}", lambda d=dtype, t=tokens: _back(
+                ops.attention_qkv(tensor(1, t, 3 * 64, dtype=d), 2, mask=np.tri(t, dtype=bool)))
     yield "attention of wide heads", lambda: _back(
         ops.attention(*(tensor(1, 520, 2, 96, dtype="bfloat16") for _ in "qkv")))
     yield "linear layer", lambda: _back(ops.linear(

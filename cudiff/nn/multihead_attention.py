@@ -46,16 +46,13 @@ class MultiheadAttention(Module):
             raise ValueError(f"MultiheadAttention: {[x.shape for x in given]} are not (N, T, {channels})")
         if key is None or value is None:
             qkv = ops.linear(query, self.in_proj_weight, self.in_proj_bias)
-            if mask is None:
-                return self.out_proj(ops.attention_qkv(qkv, self.num_heads, new_order=True))
-            parts = ops.split(qkv, 3, axis=2)
-        else:
-            weights = ops.split(self.in_proj_weight, 3)
-            biases = (None,) * 3 if self.in_proj_bias is None else ops.split(self.in_proj_bias, 3)
-            parts = tuple(
-                ops.linear(x, ops.astype(weight, x.dtype) if is_low(x.dtype) else weight, bias)
-                for x, weight, bias in zip((query, key, value), weights, biases, strict=True)
-            )
+            return self.out_proj(ops.attention_qkv(qkv, self.num_heads, new_order=True, mask=mask))
+        weights = ops.split(self.in_proj_weight, 3)
+        biases = (None,) * 3 if self.in_proj_bias is None else ops.split(self.in_proj_bias, 3)
+        parts = tuple(
+            ops.linear(x, ops.astype(weight, x.dtype) if is_low(x.dtype) else weight, bias)
+            for x, weight, bias in zip((query, key, value), weights, biases, strict=True)
+        )
         q, k, v = (ops.reshape(x, (*x.shape[:2], self.num_heads, -1)) for x in parts)
         return self.out_proj(ops.attention(q, k, v, mask))
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from cudiff.backend import Array, compute_dtype, float32, is_low
 from cudiff.cuda.kernels.attention import table
+from cudiff.cuda.kernels.attention.mask import Mask, pack
 from cudiff.cuda.kernels.attention.problem import Backward, Forward
 from cudiff.cuda.launch import blocks, empty
 from cudiff.cuda.sums import empty_statistics
@@ -16,10 +17,10 @@ from cudiff.function import Function
 from cudiff.ops.arithmetic import where
 from cudiff.ops.cast import as_tensors, astype
 from cudiff.ops.matmul import matmul, matmul_numpy
-from cudiff.ops.shape import reshape, transpose
+from cudiff.ops.shape import reshape, split, transpose
 from cudiff.ops.softmax import softmax
 from cudiff.statistics import Kind
-from cudiff.tensor import Tensor
+from cudiff.tensor import Tensor, gradient_depth
 
 __all__ = ["attention", "attention_qkv"]
 
@@ -30,11 +31,15 @@ class Attention(Function):
     """out = softmax(q·kᵀ/√D)·v for each image and head, of three arrays (N, T, heads, D)."""
 
     @staticmethod
-    def forward_numpy(ctx, q, k, v):
+    def forward_numpy(ctx, q, k, v, mask=None):
         scores = matmul_numpy(_by_head(q), _by_head(k).swapaxes(-1, -2)) / math.sqrt(q.shape[-1])
-        scores -= scores.max(axis=-1, keepdims=True)
+        if mask is not None:
+            np.copyto(scores, -np.inf, where=~mask)
+        top = scores.max(axis=-1, keepdims=True)
+        scores -= np.where(np.isneginf(top), 0, top)
         weights = np.exp(scores, out=scores)
-        weights /= weights.sum(axis=-1, keepdims=True)
+        total = weights.sum(axis=-1, keepdims=True)
+        weights /= np.where(total == 0, 1, total)  # 0 of a query that attends to no key
         ctx.save(q, k, v, weights)
         out = matmul_numpy(weights, _by_head(v))
         return np.ascontiguousarray(out.transpose(0, 2, 1, 3)).reshape(*q.shape[:2], -1).astype(q.dtype, copy=False)
@@ -43,44 +48,44 @@ class Attention(Function):
     def backward_numpy(ctx, dout, needs, into):
         grads = tuple(np.empty(x.shape, x.dtype) for x in ctx.saved[:3])
         _backward_numpy(ctx, dout, *grads)
-        return grads
+        return *grads, None
 
     @staticmethod
-    def forward_cuda(ctx, q, k, v):
+    def forward_cuda(ctx, q, k, v, mask=None):
         n, rows, heads, dim = q.shape
         out = empty((n, rows, heads * dim), q.dtype)
         lse = empty((n, heads, 64 * blocks(rows, 64)), float32)
-        ctx.save(q, k, v, out, lse)
-        if out.size:
-            table.forward(Forward(out.reshape(q.shape), lse, q, k, v))
+        packed = None if mask is None else pack(mask, rows, k.shape[1])
+        ctx.save(q, k, v, out, lse, *(packed or ()))
+        table.forward(Forward(out.reshape(q.shape), lse, q, k, v, packed))
         return out
 
     @staticmethod
     def backward_cuda(ctx, dout, needs, into):
         grads = tuple(empty(x.shape, x.dtype) for x in ctx.saved[:3])
         _backward_cuda(ctx, dout, *grads)
-        return grads
+        return *grads, None
 
 
 class AttentionQKV(Function):
     """Attention of q, k and v in one array (N, ..., 3C), read in place. Their gradients are one array too."""
 
     @staticmethod
-    def forward_numpy(ctx, qkv, num_heads, new_order):
+    def forward_numpy(ctx, qkv, mask, num_heads, new_order):
         ctx.attrs = num_heads, new_order
-        out = Attention.forward_numpy(ctx, *_split(qkv, num_heads, new_order))
+        out = Attention.forward_numpy(ctx, *_split(qkv, num_heads, new_order), mask)
         return out.reshape(*qkv.shape[:-1], qkv.shape[-1] // 3)
 
     @staticmethod
     def backward_numpy(ctx, dout, needs, into):
         dqkv = np.empty((*dout.shape[:-1], 3 * dout.shape[-1]), dout.dtype)
         _backward_numpy(ctx, dout, *_split(dqkv, *ctx.attrs))
-        return (dqkv,)
+        return dqkv, None
 
     @staticmethod
-    def forward_cuda(ctx, qkv, num_heads, new_order):
+    def forward_cuda(ctx, qkv, mask, num_heads, new_order):
         ctx.attrs = num_heads, new_order
-        out = Attention.forward_cuda(ctx, *_split(qkv, num_heads, new_order))
+        out = Attention.forward_cuda(ctx, *_split(qkv, num_heads, new_order), mask)
         return out.reshape(*qkv.shape[:-1], qkv.shape[-1] // 3)
 
     @staticmethod
@@ -93,7 +98,7 @@ class AttentionQKV(Function):
             return _split(ctx.din_statistics[0].sums, *ctx.attrs)
 
         _backward_cuda(ctx, dout, *_split(dqkv, *ctx.attrs), sums)
-        return (dqkv,)
+        return dqkv, None
 
 
 def _split(qkv: Array, num_heads: int, new_order: bool) -> tuple[Array, Array, Array]:
@@ -123,18 +128,19 @@ def _backward_numpy(ctx, dout, dq, dk, dv):
 
 
 def _backward_cuda(ctx, dout, dq, dk, dv, sums=None):
-    q, k, v, out, lse = ctx.saved
-    if out.size:
-        table.backward(Backward(dq, dk, dv, dout.reshape(q.shape), q, k, v, out, lse, sums))
+    q, k, v, out, lse, *packed = ctx.saved
+    mask = Mask(*packed) if packed else None
+    table.backward(Backward(dq, dk, dv, dout.reshape(q.shape), q, k, v, out, lse, sums, mask))
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Any = None) -> Tensor:
     """softmax(q·kᵀ/√D)·v for each image and head.
 
-    q (N, Tq, heads, D), k and v (N, Tk, heads, D), converted to their common dtype; D up to 128, best a multiple of 8.
+    q (N, Tq, heads, D), k and v (N, Tk, heads, D), converted to their common dtype; D best a multiple of 8.
     Returns (N, Tq, heads·D). float32 on the GPU is exact to about 1e-6; see `allow_tf32`.
-    mask: bool, broadcast to (N, heads, Tq, Tk), False where a query does not attend to a key; a query that attends to
-    none gives NaN. With a mask the matrix of all pairs is in memory, and D may be of any size.
+    mask: bool, broadcast to (N, heads, Tq, Tk), False where a query does not attend to a key: `np.tri(T, dtype=bool)`
+    is causal. A query that attends to none gives 0. Kernels skip tiles of 64 queries and 64 keys of which none attend.
+    Above 128 channels a head, and where a gradient is to be differentiated, the matrix of all pairs is in memory.
     Raises ValueError where shapes do not agree, TypeError for a mask that is not bool.
     Vaswani et al. 2017; Dao 2023, "FlashAttention-2".
     """
@@ -144,40 +150,50 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Any = None) -> Tensor:
             f"attention takes q (N, Tq, heads, D), k and v (N, Tk, heads, D); got {q.shape}, {k.shape}, {v.shape}"
         )
     q, k, v = as_tensors(q, k, v, floating=True)
-    if mask is not None:
-        return _masked(q, k, v, mask)
-    _check_head(q.shape[3])
-    return Attention.apply(q, k, v)
+    mask = _mask(mask, q.device, (q.shape[0], q.shape[2], q.shape[1], k.shape[1]))
+    if q.shape[3] > MOST_HEAD_CHANNELS or gradient_depth() > 1:
+        return _by_operations(q, k, v, mask)
+    return Attention.apply(q, k, v, mask)
 
 
-def _masked(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
-    """`attention` by separate operations. Scores and their softmax are float32 for a 16-bit q."""
-    mask = mask if isinstance(mask, Tensor) else Tensor(mask, device=q.device)
-    if mask.dtype != bool:
-        raise TypeError(f"attention: the mask is bool, True where a query sees a key, not {mask.dtype}")
-    pairs = q.shape[0], q.shape[2], q.shape[1], k.shape[1]
-    if mask.ndim > 4 or any(have not in (1, want) for have, want in zip(mask.shape[::-1], pairs[::-1], strict=False)):
-        raise ValueError(f"attention: the mask of shape {mask.shape} does not broadcast to (N, heads, Tq, Tk) {pairs}")
-    dtype = float32 if is_low(q.dtype) else q.dtype
-    wide = (astype(x, dtype) for x in (q, k, v))
-    queries, keys, values = (transpose(x, (0, 2, 1, 3)) for x in wide)
-    scores = matmul(queries, transpose(keys, (0, 1, 3, 2))) * (1 / math.sqrt(q.shape[3]))
-    out = matmul(softmax(where(mask, scores, -math.inf)), values)
-    return astype(reshape(transpose(out, (0, 2, 1, 3)), (*q.shape[:2], -1)), q.dtype)
-
-
-def attention_qkv(qkv: Tensor, num_heads: int, new_order: bool = False) -> Tensor:
+def attention_qkv(qkv: Tensor, num_heads: int, new_order: bool = False, mask: Any = None) -> Tensor:
     """Self-attention of all tokens of each image of qkv (N, ..., 3C), read in place; returns (N, ..., C).
 
     The channels are [head][q, k, v][D], guided-diffusion's legacy order, or, with new_order (its
     `use_new_attention_order`), [q, k, v][head][D]. Otherwise as `attention`.
     """
-    if qkv.ndim < 3 or qkv.shape[-1] % (3 * num_heads) != 0 or 0 in qkv.shape:
+    if qkv.ndim < 3 or num_heads < 1 or qkv.shape[-1] % (3 * num_heads) != 0 or 0 in qkv.shape:
         raise ValueError(f"attention_qkv takes (N, ..., 3C) with C a multiple of {num_heads} heads; got {qkv.shape}")
-    _check_head(qkv.shape[-1] // (3 * num_heads))
-    return AttentionQKV.apply(qkv, num_heads=num_heads, new_order=new_order)
+    n, *tokens, channels = qkv.shape
+    t, dim = math.prod(tokens), channels // (3 * num_heads)
+    if dim > MOST_HEAD_CHANNELS or gradient_depth() > 1:
+        axis = 2 if new_order else 3
+        parts = split(reshape(qkv, (n, t, 3, num_heads, dim) if new_order else (n, t, num_heads, 3, dim)), 3, axis)
+        q, k, v = (reshape(part, (n, t, num_heads, dim)) for part in parts)
+        return reshape(attention(q, k, v, mask), (n, *tokens, channels // 3))
+    mask = _mask(mask, qkv.device, (n, num_heads, t, t))
+    return AttentionQKV.apply(qkv, mask, num_heads=num_heads, new_order=new_order)
 
 
-def _check_head(dim: int) -> None:
-    if not 0 < dim <= MOST_HEAD_CHANNELS:
-        raise ValueError(f"attention's heads have 1 to {MOST_HEAD_CHANNELS} channels, not {dim}: use more heads")
+def _mask(mask: Any, device: str, pairs: tuple[int, int, int, int]) -> Tensor | None:
+    """The mask as a tensor. pairs: what it broadcasts to, (N, heads, Tq, Tk)."""
+    if mask is None:
+        return None
+    mask = mask if isinstance(mask, Tensor) else Tensor(mask, device=device)
+    if mask.dtype != bool:
+        raise TypeError(f"attention: the mask is bool, True where a query sees a key, not {mask.dtype}")
+    if mask.ndim > 4 or any(have not in (1, want) for have, want in zip(mask.shape[::-1], pairs[::-1], strict=False)):
+        raise ValueError(f"attention: the mask of shape {mask.shape} does not broadcast to (N, heads, Tq, Tk) {pairs}")
+    return mask
+
+
+def _by_operations(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """`attention` by separate operations. Scores and their softmax are float32 for a 16-bit q."""
+    dtype = float32 if is_low(q.dtype) else q.dtype
+    wide = (astype(x, dtype) for x in (q, k, v))
+    queries, keys, values = (transpose(x, (0, 2, 1, 3)) for x in wide)
+    scores = matmul(queries, transpose(keys, (0, 1, 3, 2))) * (1 / math.sqrt(q.shape[3]))
+    # -1e30 and not -inf: of a query that attends to no key, the softmax would be NaN
+    weights = softmax(scores) if mask is None else where(mask, softmax(where(mask, scores, -1e30)), 0.0)
+    out = matmul(weights, values)
+    return astype(reshape(transpose(out, (0, 2, 1, 3)), (*q.shape[:2], -1)), q.dtype)

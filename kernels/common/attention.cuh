@@ -1,7 +1,7 @@
 // What the passes of attention.cu share: tiles of operands, products, copies of rows to and from shared memory, and the loop
 // over the steps. The constants are those of attention.cu. A row in shared memory has PITCH elements, of which DP are filled.
 #pragma once
-#include "flash.cuh"
+#include "attention_mask.cuh"
 #include "mma.cuh"
 
 constexpr int THREADS = 32 * WARPS, WM = 16 * MT, BM = WARPS * WM;
@@ -9,7 +9,8 @@ constexpr bool LOW = sizeof(T) == 2;
 constexpr int PACK = 16 / sizeof(T), STEPS = LOW ? 1 : 2;  // mma instructions for a depth of 16
 constexpr int PITCH = DP + 8;                              // of rows in shared memory: ldmatrix has no bank conflicts
 constexpr int CHUNKS = DP / PACK, DT = DP / 16, NT = BN / 16;
-constexpr int BLOCKS = LOW ? 0 : 1;  // per multiprocessor, at least: 1 gives float all registers, 0 leaves it to the compiler
+// Blocks of a multiprocessor, at least: 1 gives float all registers, 0 leaves it to the compiler, which spills some with a mask.
+constexpr int BLOCKS = LOW ? 2 * MASKED : 1;
 
 // A warp's 16 x 16 tile of an operand: r[step] is an A fragment, or the B fragments of two tiles of 8 columns.
 // For float, the places t and t + 4 of a fragment's depth hold the elements 2t and 2t + 1, in A and B alike. The order does
@@ -191,26 +192,32 @@ template <class... Pointers> __device__ __forceinline__ bool is_aligned(int toke
     return (((u64)p | ...) | (u64)(token | D) * sizeof(T)) % 16 == 0;
 }
 
-// Wait for the rows that a block owns, whose copies have been started. With two stages, start the copies of step 0 first.
-template <class Load> __device__ __forceinline__ void begin(Load load) {
+// Wait for the rows that a block owns, whose copies have been started. With two stages, start the copies of the first step, if
+// there is one.
+template <class Load> __device__ __forceinline__ void begin(int first, int steps, Load load) {
     cp_async_commit();
-    if (STAGES == 2) load(0);
+    if (STAGES == 2 && first < steps) load(first, 0);
     cp_async_commit();
     cp_async_wait<1>();
     __syncthreads();
 }
-// The loop over the steps: load(step) starts the copies of a step into its stage, compute(step) uses them. With two stages
-// (double buffering) the next step is loaded during compute.
-template <class Load, class Compute> __device__ __forceinline__ void walk(int steps, Load load, Compute compute) {
+// The loop over the steps, from `first` on. load(step, i) starts the copies of the i-th step taken into stage i % STAGES,
+// compute(step, i) uses them. With two stages (double buffering) the next step is loaded during compute. next(step) is the first
+// step to take from `step` on.
+template <class Next, class Load, class Compute>
+__device__ __forceinline__ void walk(int first, int steps, Next next, Load load, Compute compute) {
+    int taken = 0;
 #pragma unroll 1
-    for (int step = 0; step < steps; step++) {
-        if (STAGES == 1) load(step);
-        else if (step + 1 < steps) load(step + 1);
+    for (int step = first; step < steps;) {
+        int after = next(step + 1), i = MASKED ? taken++ : step;
+        if (STAGES == 1) load(step, i);
+        else if (after < steps) load(after, i + 1);
         cp_async_commit();
         cp_async_wait<STAGES - 1>();
         __syncthreads();
-        compute(step);
+        compute(step, i);
         __syncthreads();
+        step = after;
     }
 }
 

@@ -12,6 +12,8 @@
 //   sums_q, sums_k, sums_v   float, or null: the sums of dq, dk and dv over each tile of 64 tokens, for each channel. They are
 //                            written where DP is over 32. `token` floats lie from a tile's sums to the next, and `head` from a
 //                            head's to the next.
+//   bits, states, by_image, by_head   the mask, where MASKED is 1: see attention_mask.cuh. Tiles without any pair are skipped.
+//                            A query that attends to no key has a result and gradients of 0.
 //
 // How it works
 //   Steps      A step is a tile of 64 tokens of the other side, two arrays of them: k and v, or q and dout. Thread 0 loads the
@@ -19,7 +21,8 @@
 //   Products   The result of a product is rounded in registers, and is the left operand of the next product.
 //   Overlap    In the backward, the scores become weights while dout is multiplied by v. Else a warpgroup waits for each
 //              product. The other warpgroups of its multiprocessor compute meanwhile. By registers 6 warpgroups of forward fit
-//              where DP is 32, 4 up to 80, 3 beyond; 3 of backward_q; 3 of backward_kv, 2 where DP is 128.
+//              where DP is 32, 4 up to 80, 3 beyond, with a mask one less where DP is 32 or 128; 3 of backward_q, with a
+//              mask 2 where DP is 128; 3 of backward_kv, 2 where DP is 128.
 //   Halves     Where DP is 80 or 96, backward_kv takes the queries of a step in two halves. With all 64 at once only two
 //              warpgroups would fit, not three.
 //
@@ -28,26 +31,62 @@
 //              backward_kv.
 //   Maps       {D, heads, tokens, N}, a box of 64 tokens for each kind of panel: {64, 1, 64, 1} and {REST, 1, 64, 1}.
 //   Shared     GROUPS tiles, or 2 backward; STAGES of two tiles, in backward_kv 1024 bytes more each; 128 bytes of barriers.
+#include "attention_mask.cuh"
 #include "attention_sm90.cuh"
 
-constexpr int THREADS = GROUPS * 128, BLOCKS = (DP == 32 ? 6 : DP <= 80 ? 4 : 3) / GROUPS;  // that fit by registers
-constexpr int KV_BLOCKS = DP <= 96 ? 3 : 2;
+constexpr int THREADS = GROUPS * 128;
+constexpr int BLOCKS = (DP == 32 ? 6 - MASKED : DP <= 80 ? 4 : DP <= 96 ? 3 : 3 - MASKED) / GROUPS;  // that fit by registers
+constexpr int Q_BLOCKS = DP <= 96 ? 3 : 3 - MASKED, KV_BLOCKS = DP <= 96 ? 3 : 2;
 constexpr int AT_ONCE = DP == 80 || DP == 96 ? 32 : 64;  // queries that backward_kv multiplies at once
 
-// Release the stage of `step`, which THREADS threads have read together. Thread 0 then loads step + STAGES into it, if there is
-// such a step.
-template <int THREADS, class Load> __device__ __forceinline__ void reuse_stage(Ring& ring, int step, int steps, Load load) {
+// Release the stage of a step, which THREADS threads have read together. Thread 0 then loads a later step into it, if any is left.
+template <int THREADS, class Load> __device__ __forceinline__ void reuse_stage(Ring& ring, Load& load) {
     if constexpr (THREADS == 32) __syncwarp();  // its first lane releases it for all, which must have read
     ring.release<THREADS>();
-    if (threadIdx.x == 0 && step + STAGES < steps) load(step + STAGES);
+    if (threadIdx.x == 0) load();
     __syncwarp();
 }
 
+// Scores of the pairs that do not attend become -inf: s of 64 queries, whose keys are the tile `key_tile` or its first 2 COUNT.
+template <int COUNT> __device__ __forceinline__ void mask_keys(float (&s)[COUNT], const Mask& mask, int first, int key_tile) {
+    TileState state = mask.state(first / 64, key_tile);
+    if (state == ALL) return;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        u64 row = state == NONE ? 0 : mask.rows(key_tile, first + WARP_ROW + 8 * r + GROUP)[0] >> 2 * QUAD;
+#pragma unroll
+        for (int i = 2 * r; i < COUNT; i += 4) {
+            if (!(row >> i / 4 * 8 & 1)) s[i] = -infinity();
+            if (!(row >> i / 4 * 8 & 2)) s[i + 1] = -infinity();
+        }
+    }
+}
+// The same of transposed scores: rows are the keys of a tile. `bits` are of the 2 COUNT queries, in shared memory.
+template <int COUNT> __device__ __forceinline__ void mask_queries(float (&s)[COUNT], const u64* bits) {
+    const u32* half_rows = reinterpret_cast<const u32*>(bits) + WARP_ROW / 32;
+    int key = WARP_ROW % 32 + GROUP;
+#pragma unroll
+    for (int i = 0; i < COUNT; i += 4)
+#pragma unroll
+        for (int c = 0; c < 2; c++) {
+            u32 keys = half_rows[2 * (i * 2 + 2 * QUAD + c)] >> key;
+            if (!(keys & 1)) s[i + c] = -infinity();
+            if (!(keys & 1 << 8)) s[i + 2 + c] = -infinity();
+        }
+}
+
+// A row's `top` before its first score. It is finite where MASKED: a row of which no score counts has weights of 0, not NaN.
+__device__ __forceinline__ float lowest() { return MASKED ? -3.0e38f : -infinity(); }
+template <int COUNT> __device__ __forceinline__ void clear(float (&c)[COUNT]) {
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) c[i] = 0.0f;
+}
+
 // A step of the online softmax: adds to acc and sum what 64 queries get from the first KEYS tokens of a tile of keys, and of
-// the tile of values behind it. `left` tokens exist; those after them are masked.
+// the tile of values behind it. `left` tokens exist; those after them are masked. The queries lie from `first` on.
 template <int KEYS>
 __device__ __forceinline__ void attend(float (&acc)[DP / 2], float (&top)[2], float (&sum)[2], u32 queries, u32 tile, int left,
-                                       float scale2, bool add) {
+                                       float scale2, bool add, const Mask& pairs, int first, int step) {
     float s[KEYS / 2];
     u32 weights[KEYS / 16][4];
     wgmma_fence();
@@ -55,6 +94,7 @@ __device__ __forceinline__ void attend(float (&acc)[DP / 2], float (&top)[2], fl
     wgmma_commit();
     wgmma_wait<0>();
     if (left < KEYS) mask(s, left);
+    if (MASKED) mask_keys(s, pairs, first, step);
 
     raise_top(s, top, scale2, [&](int r, float factor) { sum[r] *= factor, scale_row(acc, r, factor); });
     weigh(s, top, sum, scale2);
@@ -67,7 +107,8 @@ __device__ __forceinline__ void attend(float (&acc)[DP / 2], float (&top)[2], fl
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 forward(const __grid_constant__ TileMap q, const __grid_constant__ TileMap k, const __grid_constant__ TileMap v,
-        const __grid_constant__ TileMap out, float* lse, int Tq, int Tk, int D, float scale) {
+        const __grid_constant__ TileMap out, float* lse, int Tq, int Tk, int D, float scale, const u64* bits, const u8* states,
+        int by_image, int by_head) {
     extern __shared__ __align__(1024) u8 shared[];
     u32 base = shared_address(shared), stages = base + GROUPS * TILE, barriers = stages + STAGES * 2 * TILE;
     u32 q_barrier = barriers + 16 * STAGES;
@@ -77,12 +118,17 @@ forward(const __grid_constant__ TileMap q, const __grid_constant__ TileMap k, co
     float scale2 = scale * LOG2E;
     Head at(h, D);
     lse += ((i64)n * heads + h) * TP;
+    Mask pairs(bits, states, by_image, by_head, n, h, Tq, Tk);
+    auto next = [&](int step) { return pairs.next_keys<GROUPS * 64, 64>(blockIdx.x * GROUPS * 64, step, steps); };
     Ring ring(stages, 2 * TILE, STAGES, barriers), loads = ring;
-    auto load = [&](int step) {
+    int ahead = 0;  // the steps before it are loaded or skipped
+    auto load = [&] {
+        ahead = next(ahead);
+        if (ahead >= steps) return;
         u32 full = loads.acquire(2 * TILE);
-        load_tile(loads.buffer(), k, full, at, step * 64, n);
-        load_tile(loads.buffer() + TILE, v, full, at, step * 64, n);
-        loads.advance();
+        load_tile(loads.buffer(), k, full, at, ahead * 64, n);
+        load_tile(loads.buffer() + TILE, v, full, at, ahead * 64, n);
+        loads.advance(), ahead++;
     };
     if (threadIdx.x == 0) {
         barrier_init(q_barrier, 1), ring.init(GROUPS);
@@ -92,20 +138,22 @@ forward(const __grid_constant__ TileMap q, const __grid_constant__ TileMap k, co
     if (threadIdx.x == 0) {
         barrier_expect(q_barrier, GROUPS * TILE);
         for (int i = 0; i < GROUPS; i++) load_tile(base + i * TILE, q, q_barrier, at, first + i * 64, n);
-        for (int step = 0; step < min(STAGES, steps); step++) load(step);
+        for (int i = 0; i < STAGES; i++) load();
     }
     __syncthreads();
 
     barrier_wait(q_barrier, 0);
     float acc[DP / 2];
-    float top[2] = {-infinity(), -infinity()}, sum[2] = {};  // of rows GROUP and GROUP + 8: score * scale2 of the
-                                                             // weight 1; this lane's part of the denominator
-    for (int step = 0; step < steps; step++) {
+    float top[2] = {lowest(), lowest()}, sum[2] = {};  // of rows GROUP and GROUP + 8: score * scale2 of the weight 1; this
+                                                       // lane's part of the denominator
+    if (MASKED) clear(acc);
+    for (int step = next(0); step < steps; step = next(step + 1)) {
         int left = Tk - step * 64;
+        bool add = MASKED || step > 0;
         ring.wait();
-        if (left > FEW) attend<64>(acc, top, sum, own, ring.buffer(), left, scale2, step > 0);
-        else attend<FEW>(acc, top, sum, own, ring.buffer(), left, scale2, step > 0);
-        reuse_stage<128>(ring, step, steps, load);
+        if (left > FEW) attend<64>(acc, top, sum, own, ring.buffer(), left, scale2, add, pairs, first, step);
+        else attend<FEW>(acc, top, sum, own, ring.buffer(), left, scale2, add, pairs, first, step);
+        reuse_stage<128>(ring, load);
     }
     finish_rows(acc, top, sum, lse, first, Tq, TP);
     store_tile(out, acc, 1.0f, own, at, first, n);
@@ -117,7 +165,7 @@ forward(const __grid_constant__ TileMap q, const __grid_constant__ TileMap k, co
 template <class Load>
 __device__ __forceinline__ void begin_backward(const Ring& ring, int readers, u32 own_barrier, u32 base, const TileMap& own,
                                                const TileMap& own2, const TileMap& other, const TileMap& other2, Head head,
-                                               int first, int n, int steps, Load& load) {
+                                               int first, int n, Load& load) {
     if (threadIdx.x == 0) {
         barrier_init(own_barrier, 1), ring.init(readers);
         prefetch(own), prefetch(own2), prefetch(other), prefetch(other2);
@@ -127,7 +175,7 @@ __device__ __forceinline__ void begin_backward(const Ring& ring, int readers, u3
         barrier_expect(own_barrier, 2 * TILE);
         load_tile(base, own, own_barrier, head, first, n);
         load_tile(base + TILE, own2, own_barrier, head, first, n);
-        for (int step = 0; step < min(STAGES, steps); step++) load(step);
+        for (int i = 0; i < STAGES; i++) load();
     }
     __syncthreads();
 }
@@ -185,10 +233,11 @@ __device__ __forceinline__ void leave_sums(float* sums, u32 tile, int rows, int 
     if ((int)PANEL_COLUMN < REST) leave(FULL * 64 + PANEL_COLUMN, panel_sums<T, REST_BYTES>(tile + FULL * 64 * 128, rows));
 }
 
-extern "C" __global__ void __launch_bounds__(128, 3)
+extern "C" __global__ void __launch_bounds__(128, Q_BLOCKS)
 backward_q(const __grid_constant__ TileMap q, const __grid_constant__ TileMap k, const __grid_constant__ TileMap v,
            const __grid_constant__ TileMap dout, const __grid_constant__ TileMap dq, float* delta, const float* lse,
-           const T* out, int Tq, int Tk, int D, float scale, float* sums_q, int token, int head) {
+           const T* out, int Tq, int Tk, int D, float scale, float* sums_q, int token, int head, const u64* bits,
+           const u8* states, int by_image, int by_head) {
     extern __shared__ __align__(1024) u8 shared[];
     u32 base = shared_address(shared), stages = base + 2 * TILE, barriers = stages + STAGES * 2 * TILE;
     u32 own_barrier = barriers + 16 * STAGES;
@@ -198,14 +247,19 @@ backward_q(const __grid_constant__ TileMap q, const __grid_constant__ TileMap k,
     Head at(h, D);
     lse += ((i64)n * heads + h) * TP;
     delta += ((i64)n * heads + h) * TP;
+    Mask pairs(bits, states, by_image, by_head, n, h, Tq, Tk);
+    auto next = [&](int step) { return pairs.next_keys<64, 64>(blockIdx.x * 64, step, steps); };
     Ring ring(stages, 2 * TILE, STAGES, barriers), loads = ring;
-    auto load = [&](int step) {
+    int ahead = 0;  // the steps before it are loaded or skipped
+    auto load = [&] {
+        ahead = next(ahead);
+        if (ahead >= steps) return;
         u32 full = loads.acquire(2 * TILE);
-        load_tile(loads.buffer(), k, full, at, step * 64, n);
-        load_tile(loads.buffer() + TILE, v, full, at, step * 64, n);
-        loads.advance();
+        load_tile(loads.buffer(), k, full, at, ahead * 64, n);
+        load_tile(loads.buffer() + TILE, v, full, at, ahead * 64, n);
+        loads.advance(), ahead++;
     };
-    begin_backward(ring, 1, own_barrier, base, q, dout, k, v, at, first, n, steps, load);
+    begin_backward(ring, 1, own_barrier, base, q, dout, k, v, at, first, n, load);
 
     Pack<T> own_out[2][PACKS];
     float row_lse[2], row_delta[2];
@@ -214,7 +268,8 @@ backward_q(const __grid_constant__ TileMap q, const __grid_constant__ TileMap k,
     find_delta(row_delta, delta + first, own_out, shared + TILE);
     u32 weights[4][4];
     float s[32], dp[32], acc[DP / 2];
-    for (int step = 0; step < steps; step++) {
+    if (MASKED) clear(acc);
+    for (int step = next(0); step < steps; step = next(step + 1)) {
         ring.wait();
         wgmma_fence();
         multiply_tokens(s, base, ring.buffer());
@@ -223,6 +278,7 @@ backward_q(const __grid_constant__ TileMap q, const __grid_constant__ TileMap k,
         wgmma_commit();
         wgmma_wait<1>();
         if ((step + 1) * 64 > Tk) mask(s, Tk - step * 64);
+        if (MASKED) mask_keys(s, pairs, first, step);
 #pragma unroll
         for (int i = 0; i < 32; i++) s[i] = exp2_fast(s[i] * scale2 - row_lse[i / 2 % 2]);
         wgmma_wait<0>();
@@ -230,10 +286,10 @@ backward_q(const __grid_constant__ TileMap q, const __grid_constant__ TileMap k,
         for (int i = 0; i < 32; i++) s[i] *= dp[i] - row_delta[i / 2 % 2];
         round_fragments(s, weights);
         wgmma_fence();
-        multiply_weights(acc, weights, ring.buffer(), step > 0);
+        multiply_weights(acc, weights, ring.buffer(), MASKED || step > 0);
         wgmma_commit();
         wgmma_wait<0>();
-        reuse_stage<128>(ring, step, steps, load);
+        reuse_stage<128>(ring, load);
     }
     store_tile(dq, acc, scale, base, at, first, n);
     if (DP > 32 && sums_q) leave_sums(sums_q + own_sums(n, h, token, head), base, Tq - first, D);
@@ -244,9 +300,11 @@ backward_q(const __grid_constant__ TileMap q, const __grid_constant__ TileMap k,
 extern "C" __global__ void __launch_bounds__(128, KV_BLOCKS)
 backward_kv(const __grid_constant__ TileMap q, const __grid_constant__ TileMap k, const __grid_constant__ TileMap v,
             const __grid_constant__ TileMap dout, const __grid_constant__ TileMap dk, const __grid_constant__ TileMap dv,
-            const float* delta, const float* lse, int Tq, int Tk, int D, float scale, float* sums_k, float* sums_v, int token, int head) {
+            const float* delta, const float* lse, int Tq, int Tk, int D, float scale, float* sums_k, float* sums_v, int token,
+            int head, const u64* bits, const u8* states, int by_image, int by_head) {
     extern __shared__ __align__(1024) u8 shared[];
-    constexpr u32 STAGE = 2 * TILE + 1024, BYTES = 2 * TILE + 2 * 64 * sizeof(float);
+    constexpr u32 ROW_BYTES = 64 * sizeof(float), MASK_BYTES = MASKED ? 64 * sizeof(u64) : 0;  // of a step's queries
+    constexpr u32 STAGE = 2 * TILE + 1024, BYTES = 2 * TILE + 2 * ROW_BYTES + MASK_BYTES;
     u32 base = shared_address(shared), stages = base + 2 * TILE, barriers = stages + STAGES * STAGE;
     u32 own_barrier = barriers + 16 * STAGES;
     int heads = gridDim.y, h = blockIdx.y, n = blockIdx.z, TP = CEIL_DIV(Tq, 64) * 64, steps = CEIL_DIV(Tq, 64);
@@ -255,20 +313,27 @@ backward_kv(const __grid_constant__ TileMap q, const __grid_constant__ TileMap k
     Head at(h, D);
     lse += ((i64)n * heads + h) * TP;
     delta += ((i64)n * heads + h) * TP;
+    Mask pairs(bits, states, by_image, by_head, n, h, Tq, Tk);
+    auto next = [&](int step) { return pairs.next_queries<64, 64>(first, step, steps); };
     Ring ring(stages, STAGE, STAGES, barriers), loads = ring;
-    auto load = [&](int step) {
+    int ahead = 0;
+    auto load = [&] {
+        ahead = next(ahead);
+        if (ahead >= steps) return;
         u32 full = loads.acquire(BYTES), rows = loads.buffer() + 2 * TILE;
-        load_tile(loads.buffer(), q, full, at, step * 64, n);
-        load_tile(loads.buffer() + TILE, dout, full, at, step * 64, n);
-        bulk_load(rows, lse + step * 64, 64 * sizeof(float), full);
-        bulk_load(rows + 64 * sizeof(float), delta + step * 64, 64 * sizeof(float), full);
-        loads.advance();
+        load_tile(loads.buffer(), q, full, at, ahead * 64, n);
+        load_tile(loads.buffer() + TILE, dout, full, at, ahead * 64, n);
+        bulk_load(rows, lse + ahead * 64, ROW_BYTES, full);
+        bulk_load(rows + ROW_BYTES, delta + ahead * 64, ROW_BYTES, full);
+        if (MASKED) bulk_load(rows + 2 * ROW_BYTES, pairs.rows(blockIdx.x, ahead * 64), MASK_BYTES, full);
+        loads.advance(), ahead++;
     };
-    begin_backward(ring, 4, own_barrier, base, k, v, q, dout, at, first, n, steps, load);
+    begin_backward(ring, 4, own_barrier, base, k, v, q, dout, at, first, n, load);
 
     float dk_acc[DP / 2], dv_acc[DP / 2];
+    if (MASKED) clear(dk_acc), clear(dv_acc);
     barrier_wait(own_barrier, 0);
-    for (int step = 0; step < steps; step++) {
+    for (int step = next(0); step < steps; step = next(step + 1)) {
         ring.wait();
         u32 q_tile = ring.buffer(), dout_tile = q_tile + TILE;
         const float* rows = reinterpret_cast<const float*>(shared + (q_tile - base) + 2 * TILE);
@@ -282,18 +347,19 @@ backward_kv(const __grid_constant__ TileMap q, const __grid_constant__ TileMap k
             multiply_tokens<AT_ONCE / 2, 64>(ds, base + TILE, dout_tile, i);
             wgmma_commit();
             wgmma_wait<1>();
+            if (MASKED && pairs.state(step, blockIdx.x) == SOME) mask_queries(p, reinterpret_cast<const u64*>(rows + 128) + i);
             weigh_again(p, rows + i, scale2);
             wgmma_wait<0>();
             differentiate(ds, p, rows + 64 + i);
             round_fragments(p, weights);
             round_fragments(ds, dscores);
             wgmma_fence();
-            multiply_weights<AT_ONCE / 16, 64>(dv_acc, weights, dout_tile, step > 0 || i > 0, i);
-            multiply_weights<AT_ONCE / 16, 64>(dk_acc, dscores, q_tile, step > 0 || i > 0, i);
+            multiply_weights<AT_ONCE / 16, 64>(dv_acc, weights, dout_tile, MASKED || step > 0 || i > 0, i);
+            multiply_weights<AT_ONCE / 16, 64>(dk_acc, dscores, q_tile, MASKED || step > 0 || i > 0, i);
             wgmma_commit();
             wgmma_wait<0>();  // the next scores take the registers of these weights
         }
-        reuse_stage<32>(ring, step, steps, load);  // each warp has read lse and delta for itself: it releases alone
+        reuse_stage<32>(ring, load);  // each warp has read lse and delta for itself: it releases alone
     }
     store_tile(dk, dk_acc, scale, base, at, first, n);
     store_tile(dv, dv_acc, 1.0f, base + TILE, at, first, n);

@@ -190,9 +190,10 @@ __device__ __forceinline__ void finish_rows(float (&acc)[DP / 2], const float (&
                                             int first, int Tq, int TP) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-        float total = sum_quad(sum[r]), factor = 1.0f / total;
-        scale_row(acc, r, factor);
+        float total = sum_quad(sum[r]);
+        bool none = total == 0.0f;  // of the keys has a weight, by a mask: the result is 0
+        scale_row(acc, r, none ? 0.0f : 1.0f / total);
         int row = first + WARP_ROW + 8 * r + GROUP;
-        if (QUAD == 0 && row < TP) lse[row] = row < Tq ? top[r] + log2f(total) : infinity();
+        if (QUAD == 0 && row < TP) lse[row] = row < Tq && !none ? top[r] + log2f(total) : infinity();
     }
 }

@@ -229,8 +229,8 @@ def _mse(n: Numbers) -> Case:
                 lambda p, t, w: np.mean(w[:, None] * (p - t) ** 2), terms=rows * size, fp32=(2,))
 
 
-def _attention(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
-    weights = _softmax(np.einsum("nqhd,nkhd->nhqk", q, k) / math.sqrt(q.shape[3]))
+def _attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, mask: np.ndarray | bool = True) -> np.ndarray:
+    weights = _softmax(np.where(mask, np.einsum("nqhd,nkhd->nhqk", q, k) / math.sqrt(q.shape[3]), -np.inf))
     return np.einsum("nhqk,nkhd->nqhd", weights, v).reshape(*q.shape[:2], -1)
 
 
@@ -238,7 +238,9 @@ def _attention(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
 def _attention_case(n: Numbers) -> Case:
     heads, dim, queries, keys = n.size(1, 2, 3), n.size(1, 8, 16, 40), n.size(1, 7, 65), n.size(1, 5, 64, 65)
     arrays = tuple(n.values(2, t, heads, dim) for t in (queries, keys, keys))
-    return Case(ops.attention, arrays, _attention, terms=keys + dim + queries, steps=2)
+    mask = None if n.size(0, 1) else np.tri(queries, keys, dtype=bool)
+    return Case(lambda q, k, v: ops.attention(q, k, v, mask if mask is None else Tensor(mask, device=q.device)), arrays,
+                lambda *qkv: _attention(*qkv, True if mask is None else mask), terms=keys + dim + queries, steps=2)
 
 
 @row("attention_qkv", UP_TO_ONE)

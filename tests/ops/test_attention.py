@@ -4,6 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+import cudiff
 from cudiff import Tensor, attention, attention_qkv, linear
 from cudiff.cuda.kernels.attention import table
 from cudiff.precision import allow_tf32
@@ -150,8 +151,6 @@ def test_bad_shapes():
         attention(zeros(1, 2, 3, 8), zeros(1, 2, 2, 8), zeros(1, 2, 2, 8))
     with pytest.raises(ValueError, match="multiple of 4 heads"):
         attention_qkv(zeros(1, 2, 30), 4)
-    with pytest.raises(ValueError, match="1 to 128"):
-        attention_qkv(zeros(1, 2, 3 * 256), 1)
 
 
 @pytest.mark.parametrize("keys", [2, 17, 33, 65, 129, 193, 257])
@@ -177,20 +176,96 @@ def test_no_channels_are_refused():
         attention_qkv(Tensor(np.zeros((1, 2, 0), np.float32)), 2)
 
 
-def test_masked_attention(device, rng):
-    q, k, v = (rng.standard_normal((2, t, 2, 8)) for t in (5, 7, 7))
-    mask = rng.uniform(size=(2, 1, 5, 7)) < 0.5
-    mask[..., 0] = True
+def masks(kind, rng, n, heads, tq, tk):
+    """(.., Tq, Tk) of bools by their kind."""
+    if kind == "causal":
+        return np.tri(tq, tk, dtype=bool)
+    if kind == "window":  # far pairs do not attend: whole tiles between others
+        return np.abs(np.arange(tq)[:, None] - np.arange(tk)) < 20
+    if kind == "padding":  # keys beyond each image's own number
+        return np.arange(tk) < rng.integers(1, tk + 1, (n, 1, 1, 1))
+    if kind == "by head":
+        return rng.uniform(size=(1, heads, tq, tk)) < 0.5
+    return rng.uniform(size=(n, heads, tq, tk)) < 0.05  # few: many queries attend to no key
 
-    def theirs(q, k, v):
+
+def torch_masked(mask):
+    def masked(q, k, v):
         heads = (x.transpose(1, 2) for x in (q, k, v))
-        out = torch.nn.functional.scaled_dot_product_attention(*heads, attn_mask=torch.tensor(mask))
-        return out.transpose(1, 2).flatten(2)
+        none = torch.tensor(~mask.any(-1, keepdims=True))
+        out = torch.nn.functional.scaled_dot_product_attention(*heads, attn_mask=torch.tensor(mask) | none)
+        return torch.where(none, torch.zeros_like(out), out).transpose(1, 2).flatten(2)
 
-    check_op(lambda q, k, v: attention(q, k, v, mask), q, k, v, device=device, torch_fn=theirs)
-    q, k, v = (Tensor(x, dtype=np.float32, device=device) for x in (q, k, v))
+    return masked
+
+
+@pytest.mark.parametrize("kind", ["causal", "window", "padding", "by head", "few"])
+@pytest.mark.parametrize("tq, tk, dim", [(5, 7, 8), (70, 70, 24), (130, 200, 32), (65, 129, 7), (200, 130, 64),
+                                         (150, 140, 96), (129, 70, 128), (70, 40, 136)])
+def test_masked(device, rng, kind, tq, tk, dim):
+    q, k, v = (rng.standard_normal((2, t, 3, dim)) for t in (tq, tk, tk))
+    mask = masks(kind, rng, 2, 3, tq, tk)
+    check_op(lambda q, k, v: attention(q, k, v, mask), q, k, v, device=device, torch_fn=torch_masked(mask),
+             dtypes=("float32", "bfloat16", "float16"))
+
+
+@pytest.mark.parametrize("new_order", [False, True])
+@pytest.mark.parametrize("t, dim", [(70, 24), (9, 136)])
+def test_masked_qkv(device, rng, new_order, t, dim):
+    """Read in place, and of the tokens of an image in rows."""
+    mask = masks("causal", rng, 2, 2, t, t)
+
+    def theirs(qkv):
+        shape = (2, t, 3, 2, dim) if new_order else (2, t, 2, 3, dim)
+        return torch_masked(mask)(*qkv.reshape(shape).unbind(2 if new_order else 3)).reshape(2, 1, t, 2 * dim)
+
+    check_op(lambda qkv: attention_qkv(qkv, 2, new_order, mask), rng.standard_normal((2, 1, t, 6 * dim)), device=device,
+             torch_fn=theirs, dtypes=("float32", "bfloat16"))
+
+
+def test_a_query_that_attends_to_no_key(device, rng):
+    """It gives 0, and its gradient spoils no other's: of padded texts such rows are common."""
+    mask = np.ones((70, 70), bool)
+    mask[[0, 3, 69]] = False
+    x = Tensor(rng.standard_normal((1, 70, 48)), dtype="float32", device=device, requires_grad=True)
+    out = attention_qkv(x, 2, mask=mask)
+    out.backward(Tensor(np.ones(out.shape, np.float32), device=device).data)
+    assert (out.numpy()[0, [0, 3, 69]] == 0).all() and (out.numpy()[0, 1] != 0).all()
+    assert np.isfinite(Tensor(x.grad).numpy()).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_mask_of_each_image_in_several_launches(rng, monkeypatch, dtype):
+    values = rng.standard_normal((3, 5, 70, 2, 16))
+    q, k, v = (Tensor(x, dtype=dtype, device="cuda", requires_grad=True) for x in values)
+    mask = masks("few", rng, 5, 1, 70, 70)
+    found = []
+    for most in (5, 2):
+        monkeypatch.setattr(table, "MOST_ACROSS", most)
+        out = attention(q, k, v, mask)
+        q.grad = k.grad = v.grad = None
+        out.backward(Tensor(np.ones(out.shape), dtype=dtype, device="cuda").data)
+        found.append([out.numpy(), *(Tensor(x.grad).numpy() for x in (q, k, v))])
+    assert all(np.array_equal(*pair) for pair in zip(*found, strict=True))
+
+
+def test_bad_masks(device, rng):
+    q, k, v = (Tensor(rng.standard_normal((2, t, 2, 8)), dtype=np.float32, device=device) for t in (5, 7, 7))
     with pytest.raises(TypeError, match="the mask is bool"):
         attention(q, k, v, np.zeros((5, 7), np.float32))
     for shape in ((7, 5), (3, 1, 5, 7), (1, 1, 1, 5, 7)):
         with pytest.raises(ValueError, match=r"does not broadcast to \(N, heads, Tq, Tk\) \(2, 2, 5, 7\)"):
             attention(q, k, v, np.zeros(shape, bool))
+    with pytest.raises(ValueError, match=r"does not broadcast to \(N, heads, Tq, Tk\) \(1, 2, 5, 5\)"):
+        attention_qkv(Tensor(np.zeros((1, 5, 48), np.float32)), 2, mask=np.ones((7, 7), bool))
+
+
+@pytest.mark.parametrize("mask", [None, np.tri(4, dtype=bool)])
+def test_a_gradient_of_the_gradient(rng, mask):
+    x, towards = rng.standard_normal((2, 1, 4, 12))
+
+    def slope(x):
+        return (cudiff.grad(lambda x: (attention_qkv(x, 2, mask=mask) ** 2).sum())(x) * towards).sum()
+
+    cudiff.check_gradient(slope, x)

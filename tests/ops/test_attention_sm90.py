@@ -164,7 +164,8 @@ def test_every_launch_covers_the_tokens_and_fits(monkeypatch, queries, keys, dim
     q, k = (np.zeros((2, tokens, 3, dim), np.float16) for tokens in (queries, keys))
     lse = np.zeros((2, 3, queries), np.float32)
     for given in (problem.Forward(q, lse, q, k, k), problem.Backward(q, k, k, q, q, k, k, q, lse, None)):
-        asked = problem.Problem(len(given) > 5, q.dtype, 2, queries, keys, 3, dim, aligned=True, products=1)
+        backward = isinstance(given, problem.Backward)
+        asked = problem.Problem(backward, q.dtype, 2, queries, keys, 3, dim, aligned=True, products=1)
         chosen = table.ATTENTION.select(asked, "sm_90a")
         chosen.row.run(given, chosen.offer.plan, asked)
     assert all(shared <= 227 << 10 for *_, shared, _ in found.values())
@@ -197,6 +198,8 @@ ASKED = problem.Problem(True, np.dtype(np.float16), 2, 256, 256, 4, 32, aligned=
     ({"dim": 72, "backward": False}, "sm_90a", "attention_sm90.forward", 1),
     ({"dim": 72, "keys": 512, "backward": False}, "sm_90a", "attention_wide_sm90.forward", 1),
     ({"dim": 64, "keys": 512, "backward": False}, "sm_90a", "attention_sm90.forward", 1),
+    ({"masked": True}, "sm_90a", "attention_sm90.backward_q, backward_kv", 1),
+    ({"masked": True, "dim": 72, "keys": 512, "backward": False}, "sm_90a", "attention_sm90.forward", 1),
     ({"aligned": False}, "sm_90a", "attention.backward_q, backward_kv", 1),
     ({"dtype": np.dtype(np.float32)}, "sm_90a", "attention.backward_q, backward_kv", 1),
     ({"backward": False}, "sm_90a", "attention_sm90.forward", 1),

@@ -9,6 +9,7 @@ import numpy as np
 
 from cudiff.backend import Array, float32
 from cudiff.cuda.device import shared_memory
+from cudiff.cuda.kernels.attention.mask import arguments
 from cudiff.cuda.kernels.attention.problem import Backward, Forward, Problem
 from cudiff.cuda.launch import blocks, empty, launch
 from cudiff.cuda.select import Offer
@@ -19,40 +20,41 @@ Tile = dict[str, Any]
 
 def offer_forward(p: Problem) -> Offer | None:
     """The offer's plan is the tile of queries."""
-    return None if p.backward else Offer(plan=tile_of(p.dtype, p.dim, p.queries, False, p.products))
+    return None if p.backward else Offer(plan=tile_of(p.dtype, p.dim, p.queries, False, p.products, p.masked))
 
 
 def forward(given: Forward, tile: Tile, p: Problem) -> None:
-    _launch("forward", p, p.queries, 1, tile, (*given, *_sizes(given.q, p)))
+    *arrays, mask = given
+    _launch("forward", p, p.queries, 1, tile, (*arrays, *_sizes(given.q, p), *arguments(mask)))
 
 
 def offer_backward(p: Problem) -> Offer | None:
     """The offer's plan is two tiles, of queries and of keys."""
     if not p.backward:
         return None
-    return Offer(plan=tuple(tile_of(p.dtype, p.dim, rows, True, p.products) for rows in (p.queries, p.keys)))
+    return Offer(plan=tuple(tile_of(p.dtype, p.dim, rows, True, p.products, p.masked) for rows in (p.queries, p.keys)))
 
 
 def backward(given: Backward, tiles: tuple[Tile, Tile], p: Problem) -> None:
-    dq, dk, dv, dout, q, k, v, out, lse, _ = given
-    delta, sizes = empty(lse.shape, float32), _sizes(q, p)
+    dq, dk, dv, dout, q, k, v, out, lse, _, mask = given
+    delta, sizes = empty(lse.shape, float32), (*_sizes(q, p), *arguments(mask))
     _launch("backward_q", p, p.queries, 2, tiles[0], (dq, delta, lse, q, k, v, out, dout, *sizes))
     _launch("backward_kv", p, p.keys, 2, tiles[1], (dk, dv, delta, lse, q, k, v, dout, *sizes))
 
 
-def tile_of(dtype: np.dtype, dim: int, rows: int, backward: bool, products: int) -> Tile:
+def tile_of(dtype: np.dtype, dim: int, rows: int, backward: bool, products: int, masked: bool = False) -> Tile:
     """The tile for heads of `dim` channels. rows: the queries or keys that are divided among blocks."""
     wide = dtype == float32
     padded = 16 * blocks(dim, 16)
     turing = shared_memory() <= 64 << 10
-    most = 0 if wide or turing else 32 if backward else 64  # more would spill registers
+    most = 0 if wide or turing or masked else 32 if backward else 64  # more would spill registers
     two_tiles = rows >= 128 and padded <= most
     if wide:
         columns, stages = (32, 2) if padded <= 64 else (16, 1)  # 99 KB of shared memory hold it
     else:
         columns, stages = (64, 2) if padded <= 64 else (32, 2)
     tile = {"T": dtype, "DP": padded, "MT": 2 if two_tiles else 1, "WARPS": 4, "BN": columns, "STAGES": stages,
-            "TF32_PRODUCTS": products}
+            "MASKED": int(masked), "TF32_PRODUCTS": products}
     if turing and _shared_bytes(tile, 1 + backward) > shared_memory():
         tile |= {"BN": min(columns, 32), "STAGES": 1}
         if _shared_bytes(tile, 1 + backward) > shared_memory():  # float32 above 80 channels

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cudiff.backend import Array
+from cudiff.cuda.kernels.attention.mask import Mask
 
 SUMS = "sums"
 """The fused op of backward: sums of the gradients over tiles of tokens. The linear layer before computes its
@@ -17,7 +18,7 @@ bias's gradient from them."""
 class Problem(NamedTuple):
     """backward: whether it is the backward pass. images, heads; queries, keys: tokens of an image; dim: channels of a
     head. aligned: whether every row of channels starts at a multiple of 16 bytes. products: see `gemm.product`.
-    wanted: SUMS or nothing."""
+    wanted: SUMS or nothing. masked: whether some pairs of a query and a key do not attend."""
 
     backward: bool
     dtype: np.dtype
@@ -29,6 +30,7 @@ class Problem(NamedTuple):
     aligned: bool
     products: int
     wanted: frozenset[str] = frozenset()
+    masked: bool = False
 
 
 class Forward(NamedTuple):
@@ -40,6 +42,7 @@ class Forward(NamedTuple):
     q: Array
     k: Array
     v: Array
+    mask: Mask | None = None
 
 
 class Backward(NamedTuple):
@@ -56,3 +59,4 @@ class Backward(NamedTuple):
     out: Array
     lse: Array
     sums: Callable[[int], Sequence[Array]] | None
+    mask: Mask | None = None

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from cudiff.backend import Array, is_low
 from cudiff.cuda.device import multiprocessors
+from cudiff.cuda.kernels.attention.mask import arguments
 from cudiff.cuda.kernels.attention.problem import SUMS, Backward, Forward, Problem
 from cudiff.cuda.launch import blocks, empty, launch
 from cudiff.cuda.select import Offer
@@ -54,7 +55,9 @@ FORWARD = Planner("attention_sm90", plans, time, version=2)  # 1: wider tiles of
 
 
 def offer_forward(p: Problem) -> Offer | None:
-    return Offer(plan=FORWARD(*_key(p))) if _supports(p, backward=False) else None
+    if not _supports(p, backward=False):
+        return None
+    return Offer(plan=Warpgroups(1) if p.masked else FORWARD(*_key(p)))  # of one, tiles without any pair are smallest
 
 
 def forward(given: Forward, plan: Warpgroups, p: Problem) -> None:
@@ -64,12 +67,16 @@ def forward(given: Forward, plan: Warpgroups, p: Problem) -> None:
     def launch_as(plan: Warpgroups) -> None:
         launch(
             "attention_sm90", "forward", (blocks(p.queries, plan.groups * TOKENS), p.heads, p.images),
-            plan.groups * 128, (*maps, given.lse, p.queries, p.keys, p.dim, 1 / math.sqrt(p.dim)),
+            plan.groups * 128, (*maps, given.lse, p.queries, p.keys, p.dim, 1 / math.sqrt(p.dim),
+                                  *arguments(given.mask)),
             (plan.groups + 2 * stages) * _tile_bytes(p.dim) + BARRIER_BYTES,
-            T=p.dtype, DP=padded_dim(p.dim), STAGES=stages, GROUPS=plan.groups,
+            T=p.dtype, DP=padded_dim(p.dim), STAGES=stages, GROUPS=plan.groups, MASKED=int(p.masked),
         )
 
-    FORWARD.run(_key(p), launch_as, chosen=plan)
+    if p.masked:
+        launch_as(plan)
+    else:
+        FORWARD.run(_key(p), launch_as, chosen=plan)
 
 
 def _key(p: Problem) -> tuple[int, ...]:
@@ -80,7 +87,7 @@ def _key(p: Problem) -> tuple[int, ...]:
 def offer_short_backward(p: Problem) -> Offer | None:
     """The offer's plan is the number of tiles of 64 tokens."""
     tokens = max(p.queries, p.keys)
-    if not _supports(p, backward=True) or p.dim > 32 or tokens > SHORT:
+    if not _supports(p, backward=True) or p.dim > 32 or tokens > SHORT or p.masked:
         return None
     return Offer(p.wanted & {SUMS}, next(tiles for tiles in (1, 2, 4) if tokens <= tiles * TOKENS))
 
@@ -115,7 +122,8 @@ def offer_backward(p: Problem) -> Offer | None:
 def backward(given: Backward, plan: None, p: Problem) -> None:
     scale, maps = 1 / math.sqrt(p.dim), tuple(map(tile_map, (given.q, given.k, given.v, given.dout)))
     delta = empty(given.lse.shape, given.lse.dtype)
-    constants: dict[str, Any] = {"T": p.dtype, "DP": padded_dim(p.dim), "GROUPS": 1}
+    constants: dict[str, Any] = {"T": p.dtype, "DP": padded_dim(p.dim), "GROUPS": 1, "MASKED": int(p.masked)}
+    mask = arguments(given.mask)
     own = 2 * _tile_bytes(p.dim)
     # Two stages, of 64 channels, take 199 µs for 228 at 256 tokens, but 715 for 686 at 4096; of 72, 212 for 231, and
     # 541 for 588. Of 128, fewer blocks fit with two.
@@ -124,13 +132,14 @@ def backward(given: Backward, plan: None, p: Problem) -> None:
     sums_q, sums_k, sums_v, *strides = _sums(given, blocks(p.queries, TOKENS)) if p.dim > 32 else _NO_SUMS
     launch(
         "attention_sm90", "backward_q", (blocks(p.queries, TOKENS), p.heads, p.images), 128,
-        (*maps, tile_map(given.dq), delta, given.lse, given.out, p.queries, p.keys, p.dim, scale, sums_q, *strides),
+        (*maps, tile_map(given.dq), delta, given.lse, given.out, p.queries, p.keys, p.dim, scale, sums_q, *strides,
+         *mask),
         own + stages_q * own + BARRIER_BYTES, STAGES=stages_q, **constants,
     )
     launch(
         "attention_sm90", "backward_kv", (blocks(p.keys, TOKENS), p.heads, p.images), 128,
         (*maps, tile_map(given.dk), tile_map(given.dv), delta, given.lse, p.queries, p.keys, p.dim, scale, sums_k,
-         sums_v, *strides),
+         sums_v, *strides, *mask),
         own + stages_kv * (own + 1024) + BARRIER_BYTES, STAGES=stages_kv, **constants,
     )
 

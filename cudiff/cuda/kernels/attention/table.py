@@ -16,11 +16,12 @@ from cudiff.cuda.select import ANY, SM90, Row, Table
 ATTENTION = Table(
     "attention",
     Row("attention_wide_sm90.forward", SM90, wide_sm90.offer_forward, wide_sm90.forward,
-        "forward of 16-bit heads of 72 to 128 channels and 512 keys or more whose rows start at multiples of 16 bytes"),
+        "forward, without a mask, of 16-bit heads of 72 to 128 channels and 512 keys or more whose rows start at "
+        "multiples of 16 bytes"),
     Row("attention_sm90.forward", SM90, sm90.offer_forward, sm90.forward,
         "forward of 16-bit heads of up to 128 channels whose rows start at multiples of 16 bytes"),
     Row("attention_short_sm90.backward", SM90, sm90.offer_short_backward, sm90.short_backward,
-        "backward, in one launch, of such heads of up to 32 channels and up to 256 tokens; writes SUMS"),
+        "backward in one launch, without a mask, of such heads of up to 32 channels and up to 256 tokens; writes SUMS"),
     Row("attention_sm90.backward_q, backward_kv", SM90, sm90.offer_backward, sm90.backward,
         "backward of 16-bit heads of up to 128 channels whose rows start at multiples of 16 bytes; writes SUMS for "
         "heads of over 32 channels"),
@@ -31,11 +32,12 @@ ATTENTION = Table(
 
 def forward(given: Forward) -> None:
     """out = softmax(q·kᵀ/√D)·v, and lse = the logarithms of the softmax's denominators."""
+    *arrays, mask = given
     if len(given.q) > MOST_ACROSS:
         for part in _parts(len(given.q)):
-            forward(Forward(*(array[part] for array in given)))
+            forward(Forward._make([*(array[part] for array in arrays), mask and mask[part]]))
         return
-    problem = _problem(given.q, given.k, (given.q, given.k, given.v), False)
+    problem = _problem(given, arrays[2:], False)
     chosen = ATTENTION.select(problem)
     chosen.row.run(given, chosen.offer.plan, problem)
 
@@ -43,13 +45,13 @@ def forward(given: Forward) -> None:
 def backward(given: Backward) -> None:
     """Write the gradients dq, dk and dv. `sums` is called only if the kernel writes SUMS."""
     if len(given.q) > MOST_ACROSS:
-        *arrays, sums = given._replace(sums=given.sums and functools.cache(given.sums))
+        *arrays, sums, mask = given._replace(sums=given.sums and functools.cache(given.sums))
         for part in _parts(len(given.q)):
             own = sums and functools.partial(_part_of, sums, part)
-            backward(Backward._make([*(array[part] for array in arrays), own]))
+            backward(Backward._make([*(array[part] for array in arrays), own, mask and mask[part]]))
         return
     wanted = frozenset() if given.sums is None else frozenset({SUMS})
-    problem = _problem(given.q, given.k, given[:7], True, wanted)  # all but out, lse and sums
+    problem = _problem(given, given[:7], True, wanted)  # all but out, lse, sums and mask
     chosen = ATTENTION.select(problem)
     chosen.row.run(given, chosen.offer.plan, problem)
 
@@ -63,9 +65,10 @@ def _part_of(sums: Callable[[int], Sequence[Array]], part: slice, tiles: int) ->
     return [array[part] for array in sums(tiles)]
 
 
-def _problem(q: Array, k: Array, arrays: Sequence[Array], backward: bool,
+def _problem(given: Forward | Backward, arrays: Sequence[Array], backward: bool,
              wanted: frozenset[str] = frozenset()) -> Problem:
+    q, keys = given.q, given.k.shape[1]
     images, queries, heads, dim = q.shape
     rows_aligned = all([math.gcd(a.data.ptr, dim * a.itemsize, *a.strides[:3]) % 16 == 0 for a in arrays])
-    return Problem(backward, q.dtype, images, queries, k.shape[1], heads, dim, rows_aligned,
-                   products(q.dtype), wanted)
+    return Problem(backward, q.dtype, images, queries, keys, heads, dim, rows_aligned, products(q.dtype), wanted,
+                   given.mask is not None)

@@ -26,7 +26,7 @@ class Tiles(NamedTuple):
 
 def offer_forward(p: Problem) -> Offer | None:
     """The offer's plan is a `Tiles`."""
-    served = not p.backward and is_low(p.dtype) and 64 < p.dim <= 128 and p.aligned and p.keys >= LONG
+    served = not p.backward and is_low(p.dtype) and 64 < p.dim <= 128 and p.aligned and p.keys >= LONG and not p.masked
     return Offer(plan=Tiles(2, 128)) if served else None
 
 
