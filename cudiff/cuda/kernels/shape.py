@@ -65,6 +65,11 @@ def move_microseconds(shape: Sequence[int], dtype: np.dtype) -> float:
     return 2 + max(2 * count * dtype.itemsize / MOVED_BYTES, units / MOVED_UNITS)
 
 
+def padded_microseconds(shape: Sequence[int], dtype: np.dtype) -> float:
+    """Estimated microseconds of `padded` for an array of this shape: of zeros, and of a `move`."""
+    return 2 + math.prod(shape) * dtype.itemsize / MOVED_BYTES + move_microseconds(shape, dtype)
+
+
 def _unit(array: Array) -> np.dtype:
     """The dtype as which kernels move an array's elements."""
     return array.dtype if array.dtype in (float32, bfloat16, float16) else _UNITS[array.itemsize]
