@@ -1,3 +1,5 @@
+import itertools
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -5,10 +7,15 @@ import pytest
 from cudiff.backend import bfloat16
 from cudiff.cuda import select
 from cudiff.cuda.device import current_device
+from cudiff.cuda.kernels.gemm import whole
+from cudiff.cuda.kernels.gemm.problem import Matrix, Product
+from cudiff.cuda.kernels.gemm.table import MATMUL
+from cudiff.cuda.kernels.gemm.table import matmul as multiply
 from cudiff.ops.matmul import linear, matmul
 from cudiff.precision import allow_tf32
 from cudiff.tensor import Tensor
 from tests.check import check_op, relative_error, torch
+from tests.host import forget
 
 
 @pytest.mark.parametrize("a, b", [
@@ -29,6 +36,66 @@ from tests.check import check_op, relative_error, torch
 def test_matmul(device, rng, a, b):
     check_op(matmul, rng.standard_normal(a), rng.standard_normal(b), device=device,
              torch_fn=lambda a, b: torch.matmul(a, b), dtypes=("float32", "bfloat16", "float16"))
+
+
+@pytest.fixture
+def copied(monkeypatch):
+    """Products of rows that are not aligned are of copies, however small: matmul.cu is taken to be slow without."""
+    forget()
+    monkeypatch.setattr(whole, "microseconds", lambda p: 1e9)
+    yield
+    forget()
+
+
+@pytest.mark.parametrize("a, b", [
+    ((3, 5), (5, 7)), ((1, 1), (1, 1)), ((130, 72), (72, 201)), ((65, 33), (33, 129)), ((2, 3, 17, 41), (2, 3, 41, 24)),
+    ((6, 9), (5, 9, 10)), ((2, 1, 9, 17), (3, 17, 8)), ((3, 4, 5), (5,)),
+], ids=str)
+def test_products_of_copies_with_aligned_rows(device, rng, copied, a, b):
+    check_op(matmul, rng.standard_normal(a), rng.standard_normal(b), device=device,
+             torch_fn=lambda a, b: torch.matmul(a, b), dtypes=("bfloat16", "float16"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("transposed", [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize("add", [False, True])
+def test_a_float32_result_of_copies(rng, copied, transposed, add):
+    a, b, before = (rng.standard_normal(shape).astype(np.float32) for shape in ((2, 21, 77), (1, 77, 35), (2, 21, 35)))
+    a, b = (x.astype(bfloat16) for x in (a, b))
+    turned = (x.swapaxes(1, 2) if turn else x for x, turn in zip((a, b), transposed, strict=True))
+    given = [Tensor(x.copy(), device="cuda").data for x in turned]
+    out = Tensor(before, device="cuda")
+    multiply(*given, *transposed, out.data, add)
+    expected = a.astype(float) @ b.astype(float) + before * add
+    assert relative_error(out.numpy(), expected) < 1e-6
+
+
+BF16, FP32 = np.dtype(bfloat16), np.dtype(np.float32)
+
+
+def product(m, n, k, out=BF16, dtype=BF16, transpose_a=False, transpose_b=False, **more):
+    def of(rows, columns, dtype):
+        return Matrix((1, rows, columns), dtype, columns * dtype.itemsize % 16 == 0)
+
+    a, b = (k, m) if transpose_a else (m, k), (n, k) if transpose_b else (k, n)
+    return Product(of(*a, dtype), of(*b, dtype), of(m, n, out), transpose_a, transpose_b, **more)
+
+
+@pytest.mark.parametrize("transposed", list(itertools.product((False, True), repeat=2)))
+@pytest.mark.parametrize("sizes, more, on_hopper, on_older", [
+    ((4095, 4095, 4097), {}, "shape.copy, gemm_sm90", "shape.copy, matmul"),
+    ((4095, 4095, 4097), {"add": True}, "shape.copy, gemm_sm90", "shape.copy, matmul"),
+    ((4095, 4095, 4097), {"out": FP32}, "shape.copy, gemm_sm90", "shape.copy, matmul"),
+    ((1001, 997, 999), {}, "shape.copy, gemm_sm90", "shape.copy, matmul"),
+    ((4096, 4096, 4096), {}, "gemm_sm90", "matmul"),
+    ((4095, 4095, 4097), {"dtype": FP32, "out": FP32, "products": 3}, "matmul", "matmul"),
+    ((3, 5, 7), {}, "matmul", "matmul"), ((63, 65, 129), {}, "matmul", "matmul"),
+    ((1, 4095, 4097), {}, "matmul", "matmul"), ((4095, 1, 4097), {}, "matmul", "matmul"),
+    ((0, 4095, 4097), {}, "matmul", "matmul"),
+], ids=str)
+def test_which_products_are_of_copies(sizes, more, on_hopper, on_older, transposed):
+    asked = product(*sizes, transpose_a=transposed[0], transpose_b=transposed[1], **more)
+    assert [MATMUL.select(asked, name).row.name for name in ("sm_90a", "sm_80")] == [on_hopper, on_older]
 
 
 @pytest.mark.parametrize("x, outputs", [

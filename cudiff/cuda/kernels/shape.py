@@ -34,6 +34,10 @@ _VIEWS = np.dtype([("dims", "i4"), ("sizes", "i4", 6), ("out", "i8", 6), ("x", "
 _UNITS: dict[int, np.dtype] = {1: np.dtype(np.uint8), 2: float16, 4: int32, 8: int64}
 
 
+MOVED_BYTES, MOVED_UNITS = 3e6, 0.35e6
+"""Bytes that `move` reads and writes in a microsecond, and packs or elements, whose places take divisions to find."""
+
+
 def move(out: Array, x: Array, accumulate: bool = False) -> None:
     """out[...] = x, or += x, between CuPy views of one shape and any strides. Raises ValueError over 6 merged axes."""
     if out.size == 0:
@@ -52,6 +56,18 @@ def move(out: Array, x: Array, accumulate: bool = False) -> None:
         views[name][:dims] = [stride // unit for stride in view[:-1]] + [view[-1] // out.itemsize]
     name = ("add" if accumulate else "copy") + ("_packed" if unit != out.itemsize else "")
     launch("shape", name, blocks(count, 1024), 256, (out, x, np.uint32(count), views), T=dtype)
+
+
+def move_microseconds(shape: Sequence[int], dtype: np.dtype) -> float:
+    """Estimated microseconds of a `move` of this shape: of its bytes, or of packs or elements if those are slower."""
+    count = math.prod(shape)
+    units = count if shape[-1] * dtype.itemsize % 16 else count * dtype.itemsize // 16
+    return 2 + max(2 * count * dtype.itemsize / MOVED_BYTES, units / MOVED_UNITS)
+
+
+def padded_microseconds(shape: Sequence[int], dtype: np.dtype) -> float:
+    """Estimated microseconds of `padded` for an array of this shape: of zeros, and of a `move`."""
+    return 2 + math.prod(shape) * dtype.itemsize / MOVED_BYTES + move_microseconds(shape, dtype)
 
 
 def _unit(array: Array) -> np.dtype:

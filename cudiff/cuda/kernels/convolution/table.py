@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from cudiff.backend import Array, float32
 from cudiff.cuda.device import current_target
-from cudiff.cuda.kernels.convolution import few_channels, grouped, matrices, portable, sm90, wgrad_sm90, windows_sm90
+from cudiff.cuda.kernels.convolution import (
+    few_channels,
+    grouped,
+    matrices,
+    portable,
+    restated,
+    sm90,
+    wgrad_sm90,
+    windows_sm90,
+)
 from cudiff.cuda.kernels.convolution.problem import (
     DGRAD,
     FPROP,
@@ -39,10 +49,24 @@ def _without_statistics(offer: Callable[[Problem], Offer | None]) -> Callable[[P
     return offer_exact
 
 
+def _restated(restate: Callable[[Operands, Problem], restated.Restated]) -> Callable[[Operands, Offer, Problem], None]:
+    """A row's `run` that runs another convolution in place of the problem's, by the row that the table has for it."""
+    def run(given: Operands, offer: Offer, p: Problem) -> None:
+        again = restate(given, p)
+        passes: dict[str, Callable[..., Any]] = {FPROP: fprop, DGRAD: dgrad, WGRAD: wgrad}
+        passes[p.direction](again.given, *again.steps)
+        again.finish()
+
+    return run
+
+
 CONVOLUTION = Table(
     "convolution",
     Row("conv2d_depthwise", ANY, grouped.offer_depthwise, grouped.run_depthwise,
         "a group for each channel, kernels of up to 8 a side; adds a bias and an addend"),
+    Row("shape.copy, undilated", ANY, restated.offer_dilated, _restated(restated.undilated),
+        "dilation with stride 1 and without groups, as a convolution by this table of the images of every d-th pixel; "
+        "adds a bias and an addend; declines if conv2d_grouped is estimated to take less time than copies and conv2d"),
     Row("conv2d_grouped", ANY, grouped.offer, grouped.run,
         "all others with groups or dilation; adds a bias and an addend"),
     Row("conv2d_few_channels", ANY, few_channels.offer, few_channels.run,

@@ -7,7 +7,7 @@ import numpy as np
 from cudiff.backend import Array
 from cudiff.cuda.kernels.convolution.problem import DGRAD, EPILOGUE, FPROP, Operands, Problem
 from cudiff.cuda.kernels.gemm.problem import Product
-from cudiff.cuda.kernels.gemm.product import Epilogue, Plan, launch_product, plan, problem_of, products
+from cudiff.cuda.kernels.gemm.product import Epilogue, Plan, estimate, launch_product, plan, problem_of, products
 from cudiff.cuda.launch import aligned
 from cudiff.cuda.select import Offer
 
@@ -57,6 +57,11 @@ def run(given: Operands, offer: Offer, p: Problem) -> None:
         dweight = weight[None]
         epilogue = Epilogue(addend=dweight if add else None)
         multiply(rows_of(out), rows_of(x), dweight, transpose_a=True, epilogue=epilogue)
+
+
+def microseconds(p: Product) -> float:
+    """Estimated microseconds: a launch, and the product."""
+    return 3.5 + estimate(p.a.dtype, p.size, p.products, p.a.aligned and p.b.aligned)
 
 
 def offer_product(p: Product) -> Offer:

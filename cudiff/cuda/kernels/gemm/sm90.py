@@ -110,6 +110,11 @@ def offer_product(p: Product) -> Offer | None:
     return Offer(plan=plan(*_of_product(p))) if takes else None
 
 
+def microseconds(p: Product) -> float:
+    """Estimated microseconds of a product that `offer_product` takes; infinity for others."""
+    return np.inf if offer_product(p) is None else plan.estimate(*_of_product(p))
+
+
 def _of_product(p: Product) -> tuple[int, int, int, bool, int]:
     rows, columns, depth, batches = p.size
     return rows, columns, depth, p.out.dtype != float32, batches

@@ -7,6 +7,7 @@ import functools
 import math
 
 from cudiff.backend import Array
+from cudiff.cuda.deferred import immediate
 from cudiff.cuda.kernels.convolution import sm90, wgrad_sm90
 from cudiff.cuda.kernels.convolution.problem import (
     AFTERWARDS,
@@ -27,6 +28,8 @@ from cudiff.cuda.kernels.gemm import matmul as portable
 from cudiff.cuda.kernels.gemm import sm90 as gemm_sm90
 from cudiff.cuda.kernels.gemm.problem import Product, matrix_of
 from cudiff.cuda.kernels.gemm.product import Epilogue, products
+from cudiff.cuda.kernels.gemm.whole import offer_copies, whole
+from cudiff.cuda.kernels.shape import move
 from cudiff.cuda.launch import empty
 from cudiff.cuda.select import ANY, SM90, Offer, Row, Table
 from cudiff.statistics import ChannelStatistics
@@ -38,6 +41,15 @@ def _as_convolution(given: Operands, offer: Offer, p: Problem) -> None:
         x2=None if given.x2 is None else as_image(given.x2),
     )
     (wgrad_sm90 if p.direction == WGRAD else sm90).run(images, offer, p)
+
+
+def _run_copies(a: Array, b: Array, out: Array, offer: Offer, p: Product) -> None:
+    again, (_, rows, columns) = offer.plan, out.shape
+    result = whole(out, p.out, again.out, read=p.add)
+    with immediate():  # the result is read here
+        matmul(whole(a, p.a, again.a), whole(b, p.b, again.b), p.transpose_a, p.transpose_b, result, p.add)
+    if result is not out:
+        move(out, result[:, :rows, :columns])
 
 
 LINEAR = Table(
@@ -59,6 +71,11 @@ MATMUL = Table(
     "products of matrices",
     Row("gemm_sm90", SM90, gemm_sm90.offer_product, gemm_sm90.run_product,
         "16 bits, rows at multiples of 16 bytes; float32 results of 8 n rows and columns too"),
+    Row("shape.copy, gemm_sm90", SM90, offer_copies(gemm_sm90.microseconds), _run_copies,
+        "16 bits, rows elsewhere, by copies whose lengths are multiples of 8; declines if matmul is estimated to take "
+        "less time without copies"),
+    Row("shape.copy, matmul", ANY, offer_copies(portable.microseconds), _run_copies,
+        "16 bits, by such copies, where they are estimated to take less time than loads of single elements"),
     Row("matmul", ANY, portable.offer_product, portable.run_product, "all"),
 )
 

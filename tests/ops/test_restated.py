@@ -1,0 +1,81 @@
+"""Convolutions that run as others, of copies of their operands (cudiff/cuda/kernels/convolution/restated.py)."""
+
+import numpy as np
+import pytest
+
+from cudiff.backend import bfloat16
+from cudiff.cuda.kernels.convolution import grouped
+from cudiff.cuda.kernels.convolution.problem import DGRAD, FPROP, WGRAD, Image, Problem, Weight
+from cudiff.cuda.kernels.convolution.table import CONVOLUTION
+from cudiff.ops.conv2d import conv1d, conv2d
+from tests.check import check_op
+from tests.host import forget
+from tests.ops.test_conv2d import torch_conv2d
+
+LOW = np.dtype(bfloat16)
+COPIES = "shape.copy, undilated"
+
+# (N, H, W, C), (K, R, S), padding, dilation
+DILATED = [
+    ((2, 8, 8, 64), (64, 3, 3), 2, 2),
+    ((1, 9, 7, 16), (24, 3, 3), 2, 2),
+    ((2, 7, 10, 8), (16, 3, 3), (3, 5), (2, 3)),
+    ((1, 8, 9, 5), (7, 2, 4), 1, (1, 2)),
+    ((1, 11, 5, 8), (8, 3, 1), (0, 1), (4, 3)),
+    ((1, 3, 3, 8), (8, 3, 3), 8, 8),
+    ((2, 12, 1, 3), (64, 3, 1), (2, 0), (2, 1)),
+]
+
+
+@pytest.fixture
+def always(monkeypatch):
+    """Convolutions of any size are restated: the kernels that they would run on are taken to be slow."""
+    forget()
+    monkeypatch.setattr(grouped, "FLOPS", 1.0)
+    yield
+    forget()
+
+
+@pytest.mark.parametrize("x, kernel, padding, dilation", DILATED, ids=str)
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_dilation(device, rng, always, x, kernel, padding, dilation, with_bias):
+    arrays = [rng.standard_normal(x), rng.standard_normal((*kernel, x[3]))]
+    arrays.append(rng.standard_normal(kernel[0]) if with_bias else None)
+    steps = dict(padding=padding, dilation=dilation)
+    check_op(lambda *t: conv2d(*t, **steps), *arrays, device=device, fp32_inputs=(2,),
+             torch_fn=torch_conv2d(1, padding, dilation), dtypes=("float32", "bfloat16", "float16"))
+
+
+def test_dilation_of_signals(device, rng, always):
+    x, weight = rng.standard_normal((2, 37, 16)), rng.standard_normal((8, 3, 16))
+    check_op(lambda *t: conv1d(*t, padding=4, dilation=4), x, weight, device=device)
+
+
+def problem(direction, x, weight, padding=(2, 2), dilation=(2, 2), dtype=LOW, **more):
+    axes = zip(x[1:3], padding, dilation, weight[1:3], strict=True)
+    size = [length + 2 * p - d * (taps - 1) for length, p, d, taps in axes]
+    x, out = Image(x, dtype), Image((x[0], *size, weight[0]), dtype)
+    x, out = (out, x) if direction == DGRAD else (x, out)
+    more.setdefault("products", 1)
+    return Problem(direction, x, Weight(weight), out, padding=padding, dilation=dilation, **more)
+
+
+@pytest.mark.parametrize("direction", [FPROP, DGRAD, WGRAD])
+@pytest.mark.parametrize("architecture", ["sm_75", "sm_80", "sm_90a"])
+@pytest.mark.parametrize("images, side, channels, row", [
+    (64, 32, 128, COPIES), (64, 33, 128, COPIES), (64, 31, 100, COPIES), (1, 128, 64, COPIES), (16, 63, 65, COPIES),
+    (1, 8, 8, "conv2d_grouped"), (1, 3, 2, "conv2d_grouped"), (1, 70, 2, "conv2d_grouped"),
+])
+def test_which_dilated_convolutions(direction, architecture, images, side, channels, row):
+    asked = problem(direction, (images, side, side, channels), (channels, 3, 3, channels))
+    assert CONVOLUTION.select(asked, architecture).row.name == row
+
+
+def test_other_strides_groups_and_long_sides_are_not_taken_apart():
+    large = (64, 32, 32, 128)
+    assert CONVOLUTION.select(problem(FPROP, large, (128, 3, 3, 128)), "sm_90a").row.name == COPIES
+    for asked in (
+        problem(FPROP, large, (128, 3, 3, 64), groups=2), problem(FPROP, large, (128, 3, 3, 128), stride=(2, 1)),
+        problem(WGRAD, (1, 2, 70000, 64), (64, 3, 3, 64)),
+    ):
+        assert CONVOLUTION.select(asked, "sm_90a").row.name == "conv2d_grouped"
