@@ -210,9 +210,9 @@ def _with_axes(dout: Tensor, x: Tensor, axes: Any) -> Tensor:
     return reshape(dout, tuple(1 if i in axes else size for i, size in enumerate(x.shape)))
 
 
-def _of_softmax(dout: Tensor, x: Tensor, log: bool) -> tuple[Tensor]:
-    p = softmax(x)
-    total = sum(dout if log else dout * p, -1, keepdims=True)
+def _of_softmax(dout: Tensor, x: Tensor, axis: int, log: bool) -> tuple[Tensor]:
+    p = softmax(x, axis)
+    total = sum(dout if log else dout * p, axis, keepdims=True)
     return (dout - p * total if log else p * (dout - total),)
 
 

@@ -203,7 +203,7 @@ def test_the_plugin_sees_which_lines_a_test_executes(tmp_path):
     executed = read(tmp_path)
     assert all(name.startswith(test) for name, _ in executed.tests)
     lines, source = executed.lines["cudiff/ops/softmax.py"], (ROOT / "cudiff/ops/softmax.py").read_text().split("\n")
-    numpy, cuda = (source.index(f"    def forward_{name}(ctx, x, log):") + 1 for name in ("numpy", "cuda"))
+    numpy, cuda = (source.index(f"    def forward_{name}(ctx, x, axis, log):") + 1 for name in ("numpy", "cuda"))
     assert numpy + 1 in lines and not {*range(cuda, cuda + 8)} & {*lines}
     assert not any(source[line - 1].startswith(("import", "from", "class")) for line in lines)
 

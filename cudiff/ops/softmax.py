@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,6 @@ from cudiff.ops.cast import (
 )
 from cudiff.ops.compare import equal, not_equal
 from cudiff.ops.order import OneHot
-from cudiff.ops.rearrange import swapaxes
 from cudiff.ops.reduce import normalize_axis, sum
 from cudiff.ops.shape import expand_dims
 from cudiff.tensor import Tensor
@@ -33,47 +33,48 @@ from cudiff.tensor import Tensor
 __all__ = ["cross_entropy", "log_softmax", "nll_loss", "softmax"]
 
 
-def log_softmax_numpy(x: np.ndarray) -> np.ndarray:
-    """x - log(sum(exp(x))) over the last axis."""
-    out = x - x.max(-1, keepdims=True)
-    out -= np.log(np.exp(out).sum(-1, keepdims=True))
+def log_softmax_numpy(x: np.ndarray, axis: int = -1) -> np.ndarray:
+    """x - log(sum(exp(x))) over `axis`."""
+    out = x - x.max(axis, keepdims=True)
+    out -= np.log(np.exp(out).sum(axis, keepdims=True))
     return out
 
 
 class Softmax(Function):
-    """Softmax over the last axis, or its logarithm."""
+    """Softmax over `axis`, or its logarithm."""
 
     @staticmethod
-    def forward_numpy(ctx, x, log):
-        log_p = log_softmax_numpy(upcast(x))
+    def forward_numpy(ctx, x, axis, log):
+        log_p = log_softmax_numpy(upcast(x), axis)
         p = np.exp(log_p)
-        ctx.log = log
+        ctx.axis, ctx.log = axis, log
         ctx.save(p)
         return downcast(log_p if log else p, x.dtype)
 
     @staticmethod
     def backward_numpy(ctx, dout, needs, into):
         (p,), wide = ctx.saved, upcast(dout)
-        dx = wide - p * wide.sum(-1, keepdims=True) if ctx.log else p * (wide - (p * wide).sum(-1, keepdims=True))
-        return (downcast(dx, dout.dtype),)
+        total = (wide if ctx.log else p * wide).sum(ctx.axis, keepdims=True)
+        return (downcast(wide - p * total if ctx.log else p * (wide - total), dout.dtype),)
 
     @staticmethod
-    def forward_cuda(ctx, x, log):
+    def forward_cuda(ctx, x, axis, log):
         require_float("softmax", x)
-        rows, size = _rows(x)
-        out, stats = empty(x.shape, x.dtype), empty((rows, 2), float32)
-        launch("softmax", "softmax", rows, _threads(size), (out, stats, x, size, log), T=x.dtype)
-        ctx.log = log
+        outer, size, inner = _spans(x, axis)
+        out, stats = empty(x.shape, x.dtype), empty((outer * inner, 2), float32)
+        args = (out, stats, x, np.int64(outer), size, np.int64(inner), log)
+        launch("softmax", "softmax", *_cut(outer, size, inner), args, T=x.dtype)
+        ctx.axis, ctx.log = axis, log
         ctx.save(x, stats)
         return out
 
     @staticmethod
     def backward_cuda(ctx, dout, needs, into):
         x, stats = ctx.saved
-        rows, size = _rows(x)
+        outer, size, inner = _spans(x, ctx.axis)
         dx, add = gradient_target(into[0], x.shape, x.dtype)
-        args = (dx, add, dout, x, stats, size, ctx.log)
-        launch("softmax", "softmax_backward", rows, _threads(size), args, T=x.dtype)
+        args = (dx, add, dout, x, stats, np.int64(outer), size, np.int64(inner), ctx.log)
+        launch("softmax", "softmax_backward", *_cut(outer, size, inner), args, T=x.dtype)
         return (dx,)
 
 
@@ -102,8 +103,8 @@ class CrossEntropy(Function):
         require_float("cross_entropy", logits)
         rows, size = logits.shape
         losses, stats, loss = empty(rows, float32), empty((rows, 2), float32), empty((), float32)
-        args = (losses, stats, logits, labels, size)
-        launch("softmax", "cross_entropy", rows, _threads(size), args, T=logits.dtype)
+        args = (losses, stats, logits, labels, rows, size)
+        launch("softmax", "cross_entropy", *_cut(rows, size, 1), args, T=logits.dtype)
         launch("softmax", "mean", 1, 256, (loss, losses, rows), T=logits.dtype)
         ctx.save(logits, labels, stats)
         return loss
@@ -113,18 +114,31 @@ class CrossEntropy(Function):
         logits, labels, stats = ctx.saved
         rows, size = logits.shape
         dlogits, add = gradient_target(into[0], logits.shape, logits.dtype)
-        args = (dlogits, add, dout, logits, stats, labels, size)
-        launch("softmax", "cross_entropy_backward", rows, _threads(size), args, T=logits.dtype)
+        args = (dlogits, add, dout, logits, stats, labels, rows, size)
+        launch("softmax", "cross_entropy_backward", *_cut(rows, size, 1), args, T=logits.dtype)
         return dlogits, None
 
 
-def _rows(x: Array) -> tuple[int, int]:
-    return x.size // x.shape[-1], x.shape[-1]
+def _spans(x: Array, axis: int) -> tuple[int, int, int]:
+    """x's shape as (outer, size, inner) around `axis`."""
+    return math.prod(x.shape[:axis]), x.shape[axis], math.prod(x.shape[axis + 1 :])
 
 
-def _threads(size: int) -> int:
-    """Four elements a thread, in whole warps."""
-    return 32 * min(32, blocks(size, 128))
+def _cut(outer: int, size: int, inner: int) -> tuple[int, tuple[int, int, int]]:
+    """The blocks, and a block's (columns, lanes, rows).
+
+    A lane has up to 8 elements of a row, of a long one up to 32, and more where a block has too few threads. Where they
+    are not adjacent, adjacent threads have adjacent rows.
+    """
+    columns = min(32, _power_of_two(inner))
+    few, many = (_power_of_two(blocks(size, each)) for each in (8, 32))
+    lanes = min(max(min(few, 256), many), 1024 // columns)
+    rows = max(1, 256 // (columns * lanes))
+    return blocks(outer, rows) * blocks(inner, columns), (columns, lanes, rows)
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << (n - 1).bit_length()
 
 
 def softmax(x: Any, axis: int = -1) -> Tensor:
@@ -143,9 +157,7 @@ def _over_axis(x: Any, axis: int, log: bool) -> Tensor:
     x = astype(x, result_dtype(x, floating=True))
     if not x.size:
         return x
-    if axis == x.ndim - 1:
-        return Softmax.apply(x, log=log)
-    return swapaxes(Softmax.apply(swapaxes(x, axis, -1), log=log), axis, -1)
+    return Softmax.apply(x, axis=axis, log=log)
 
 
 def cross_entropy(logits: Any, labels: Any, label_smoothing: float = 0.0, ignore_index: int | None = None) -> Tensor:

@@ -6,7 +6,8 @@ from cudiff.tensor import Tensor
 from tests.check import check_op, torch
 
 DTYPES = ("float32", "bfloat16", "float16")
-SHAPES = [(3, 10), (1, 1), (2, 3, 5, 7), (5, 33), (2, 2000), (4, 8192), (300, 64)]
+SHAPES = [(3, 10), (1, 1), (2, 3, 5, 7), (5, 33), (2, 2000), (4, 8192), (300, 64), (257, 1), (130, 2), (70, 17),
+          (9, 256), (5, 257), (1, 33_000)]
 
 
 @pytest.mark.parametrize("log", [False, True])
@@ -19,18 +20,36 @@ def test_softmax(device, rng, shape, log):
     )
 
 
-@pytest.mark.parametrize("axis", [0, 1, -2])
-def test_other_axes(device, rng, axis):
+@pytest.mark.parametrize("log", [False, True])
+@pytest.mark.parametrize("shape, axis", [
+    ((3, 4, 5), 0), ((3, 4, 5), 1), ((3, 4, 5), -2), ((2, 1, 3), 1), ((1031, 3), 0), ((70, 33, 2), 1), ((4, 99, 65), 1),
+    ((2050, 40), 0),
+])
+def test_other_axes(device, rng, shape, axis, log):
+    ours, theirs = (log_softmax, "log_softmax") if log else (softmax, "softmax")
     check_op(
-        lambda x: softmax(x, axis), rng.standard_normal((3, 4, 5)), device=device,
-        torch_fn=lambda x: torch.softmax(x, axis),
+        lambda x: ours(x, axis), rng.standard_normal(shape) * 3, device=device, dtypes=DTYPES,
+        torch_fn=lambda x: getattr(torch, theirs)(x, axis),
     )
 
 
-def test_large_and_infinite_values(device):
-    x = Tensor(np.array([[1000.0, 999.0, -np.inf]], np.float32), device=device)
-    expected = np.array([[1.0, np.exp(-1.0), 0.0]]) / (1 + np.exp(-1.0))
-    np.testing.assert_allclose(softmax(x).numpy(), expected, rtol=1e-5)
+@pytest.mark.parametrize("before", [0, 1, 200])
+def test_large_and_infinite_values(device, before):
+    """Also where the first that a thread reads are infinite."""
+    x = np.array([-np.inf] * before + [1000.0, 999.0, -np.inf], np.float32)
+    expected = np.array([0.0] * before + [1.0, np.exp(-1.0), 0.0]) / (1 + np.exp(-1.0))
+    for axis in (0, 1):
+        found = softmax(Tensor(np.expand_dims(x, 1 - axis), device=device), axis)
+        np.testing.assert_allclose(found.numpy().reshape(-1), expected, rtol=1e-5)
+
+
+def test_a_row_without_a_number(device):
+    """Is NaN, as PyTorch's: of minus infinity alone, and with a NaN or infinity in it."""
+    for row in (np.full(5, -np.inf), np.array([0.0, np.nan]), np.array([np.inf, 0.0])):
+        x = Tensor(np.stack((row, np.zeros_like(row))).astype(np.float32), device=device)
+        with np.errstate(invalid="ignore"):
+            found = softmax(x).numpy()
+        assert np.isnan(found[0]).any() and np.isfinite(found[1]).all()
 
 
 @pytest.mark.parametrize("n, classes", [(1, 1), (4, 10), (33, 7), (1500, 10), (3, 1000)])
