@@ -24,8 +24,9 @@ UNARY = {
 }
 UNARY |= {
     "clip": lambda x: ops.clip(x, 0.0, 1.0), "sum over one axis": lambda x: ops.sum(x, 1),
-    "getitem": lambda x: x[[0, 1]], "long index": lambda x: x[np.zeros(5000, int)], "at": lambda x: x.at[[0, 1]].set(1),
-    "mask": lambda x: x[[True, False, True, True]],
+    "getitem": lambda x: x[[0, 1]], "long index": lambda x: x[np.zeros(5000, int)],
+    "sorted index": lambda x: ops.repeat(x, 1 << 11, 1).flatten()[np.zeros((1 << 21) + 1, int)],
+    "at": lambda x: x.at[[0, 1]].set(1), "mask": lambda x: x[[True, False, True, True]],
     "transpose": ops.transpose, "pad": lambda x: ops.pad(x, 1), "embedding": lambda x: ops.embedding([0, 1], x),
     "dropout": lambda x: ops.dropout(x, 0.5, ops.Generator(0, "cuda"), 0),
     "cross_entropy": lambda x: ops.cross_entropy(x, [0, 1, 2, 3]),
