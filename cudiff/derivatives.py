@@ -163,7 +163,7 @@ def _of_sum(dout: Tensor, x: Tensor, axes: Any, keepdims: bool, scale: float = 1
     return (broadcast_to(_with_axes(dout, x, axes), x.shape) * scale,)
 
 
-def _of_variance(dout: Tensor, x: Tensor, axes: Any, keepdims: bool, ddof: int) -> tuple[Tensor]:
+def _of_variance(dout: Tensor, x: Tensor, axes: Any, keepdims: bool, ddof: int, wide: bool) -> tuple[Tensor]:
     count = np.prod([x.shape[i] for i in axes])
     return (_with_axes(dout, x, axes) * (x - mean(x, axes, keepdims=True)) * float(2 / (count - ddof)),)
 

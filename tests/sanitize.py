@@ -123,6 +123,10 @@ def more() -> Iterator[tuple[str, Callable[[], Any]]]:
         tensor(64, 16, 16, 128, dtype="bfloat16"), tensor(128, 3, 3, 128), tensor(128), stride=2, padding=1))
     yield "comparisons", _comparisons
     yield "integers", _integers
+    yield "rows of a long index", lambda: _back(tensor(3, 700)[rng.integers(0, 3, 5000)])
+    yield "rows of a sorted index", lambda: _back(tensor(1 << 17)[rng.integers(0, 1 << 17, (1 << 21) + 1)])
+    for operation in (ops.argmax, ops.prod):
+        yield f"{operation.__name__} alone", lambda o=operation: o(tensor(5, 33, grad=False), 1)
     yield "cast", lambda: _back(ops.astype(tensor(3, 33), "bfloat16"))
     yield "relu of an image", lambda: _back(ops.relu(tensor(2, 4, 4, 64)))
     yield "full", lambda: _back(ops.pad(tensor(2, 3, 8), 1, constant_values=0.5))

@@ -20,12 +20,14 @@ UNARY = {
     for name in ("negative", "exp", "log", "sqrt", "cbrt", "sin", "cos", "tanh", "abs", "square", "relu", "sigmoid",
                  "silu", "gelu", "exp2", "log2", "log10", "arcsin", "arccos", "arctan", "sinh", "cosh", "arcsinh",
                  "arccosh", "arctanh", "sign", "floor", "ceil", "round", "log1p", "expm1", "tan", "softplus",
-                 "sum", "max", "min", "var", "softmax", "log_softmax")
+                 "sum", "max", "min", "var", "std", "softmax", "log_softmax")
 }
 UNARY |= {
     "clip": lambda x: ops.clip(x, 0.0, 1.0), "sum over one axis": lambda x: ops.sum(x, 1),
-    "getitem": lambda x: x[[0, 1]], "long index": lambda x: x[np.zeros(5000, int)], "at": lambda x: x.at[[0, 1]].set(1),
-    "mask": lambda x: x[[True, False, True, True]],
+    "prod": lambda x: ops.prod(x.detach()), "argmax": ops.argmax,
+    "getitem": lambda x: x[[0, 1]], "long index": lambda x: x[np.zeros(5000, int)],
+    "sorted index": lambda x: ops.repeat(x, 1 << 11, 1).flatten()[np.zeros((1 << 21) + 1, int)],
+    "at": lambda x: x.at[[0, 1]].set(1), "mask": lambda x: x[[True, False, True, True]],
     "transpose": ops.transpose, "pad": lambda x: ops.pad(x, 1), "embedding": lambda x: ops.embedding([0, 1], x),
     "dropout": lambda x: ops.dropout(x, 0.5, ops.Generator(0, "cuda"), 0),
     "cross_entropy": lambda x: ops.cross_entropy(x, [0, 1, 2, 3]),

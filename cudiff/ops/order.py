@@ -19,10 +19,10 @@ from cudiff.ops.cast import as_index, as_tensor, as_tensors, as_wide, astype
 from cudiff.ops.compare import isnan, not_equal
 from cudiff.ops.create import zeros
 from cudiff.ops.index import Pick, along, getitem, located
-from cudiff.ops.reduce import Axis, max, min, normalize_axes, normalize_axis
+from cudiff.ops.reduce import Axis, max, min, normalize_axes, normalize_axis, position, product
 from cudiff.ops.reduce import sum as total
 from cudiff.ops.shape import concatenate, flatten, reshape, stack, transpose
-from cudiff.tensor import Tensor
+from cudiff.tensor import Tensor, grad_enabled
 from cudiff.values import flag
 
 __all__ = [
@@ -99,11 +99,15 @@ def argmin(x: Any, axis: int | None = None, keepdims: bool = False) -> Tensor:
 
 
 def _extreme(name: str, x: Any, axis: int | None, keepdims: bool) -> Tensor:
-    x = _comparable(x)
+    x = as_tensor(x).detach()
     if axis is not None:
         axis = normalize_axis(axis, x.ndim)
-    if x.size == 0 if axis is None else x.shape[axis] == 0:
+    count = x.size if axis is None else x.shape[axis]
+    if not count:
         raise ValueError(f"{name}: {x.shape} has no elements to compare")
+    if is_float(x.dtype) and count < 2**32:
+        return position(x, axis, keepdims, 1 if name == "argmax" else -1)
+    x = _comparable(x)
     return Whole.apply(x, name=name, axis=axis, keepdims=flag("keepdims", keepdims))
 
 
@@ -252,12 +256,15 @@ def _in_rows(x: Tensor, axis: Axis, keepdims: bool) -> tuple[Tensor, tuple[int, 
 def prod(x: Any, axis: Axis = None, keepdims: bool = False) -> Tensor:
     """The product over `axis`, all axes where None, in x's dtype; integers and bools give int64, no elements give 1.
 
-    Halves of the axis are multiplied and nothing is divided, so gradients at zeros are right, second ones too.
+    Where x requires a gradient, halves of the axis are multiplied and nothing is divided, so gradients at zeros are
+    right, second ones too.
     """
     x = as_tensor(x)
     if not is_float(x.dtype):
         axes = normalize_axes(axis, x.ndim)
         return Whole.apply(astype(x, "int64"), name="prod", axis=axes, keepdims=flag("keepdims", keepdims))
+    if not (grad_enabled() and x.requires_grad):
+        return product(x, axis, keepdims)
     rows, shape = _in_rows(as_wide(x)[0], axis, keepdims)
     while (count := rows.shape[-1]) > 1:
         half = count // 2

@@ -17,7 +17,7 @@ from cudiff.cuda.launch import aligned, blocks, empty, launch
 from cudiff.cuda.sums import add_rows
 from cudiff.function import Function
 from cudiff.gradient import Slot
-from cudiff.ops.cast import as_tensor, as_wide, astype, masked
+from cudiff.ops.cast import as_tensor, astype, masked
 from cudiff.tensor import Tensor
 from cudiff.threads import cut, parallel_map, unflagged
 from cudiff.values import flag
@@ -182,7 +182,7 @@ def sum_rows_cuda(x: Array, into: Slot | None, sums: Array | None = None) -> Arr
 
 def _spread_cuda(name: str, operands: tuple, dx: Array, numbers: tuple, spans: tuple[int, int, int]) -> Array:
     args = (*operands, dx, *numbers, *map(np.int64, spans))
-    launch("reduce", name, blocks(dx.size, 1024), 256, args, T=dx.dtype, OUT=dx.dtype, VEC=0)
+    launch("reduce", name, blocks(dx.size, 1024), 256, args, T=dx.dtype, OUT=operands[0].dtype, VEC=0)
     return dx
 
 
@@ -268,32 +268,66 @@ class Extreme(Function):
         return (_spread_cuda("extreme_backward", (dout, x, out, ties), dx, (accumulate,), spans),)
 
 
-class Variance(Function):
-    """Mean square deviation from the mean (two passes, so a large mean costs no digits), divided by count - ddof."""
+class Product(Function):
+    """The product over `axes`, without a gradient."""
+
+    differentiable = False
 
     @staticmethod
-    def forward_numpy(ctx, x, axes, keepdims, ddof):
+    def forward_numpy(ctx, x, axes, keepdims):
         wide = x.astype(compute_dtype(x.dtype), copy=False)
-        count = _count(x.shape, axes)
-        deviation = wide - _sum_numpy(wide, axes, True) / count
-        ctx.axes, ctx.scale = axes, 1 / (count - ddof)
+        return np.asarray(np.prod(wide, axis=axes, keepdims=keepdims)).astype(x.dtype, copy=False)
+
+    @staticmethod
+    def forward_cuda(ctx, x, axes, keepdims):
+        out = empty(_left(x.shape, axes, keepdims), x.dtype)
+        return _reduce_cuda("product", x, *_span(x.shape, axes), out, combine="product")
+
+
+class Position(Function):
+    """The position, int64, of the first largest of floats over `axes` (sign 1), or of the first smallest (sign -1)."""
+
+    differentiable = False
+
+    @staticmethod
+    def forward_numpy(ctx, x, axes, keepdims, sign):
+        outer, count, inner = _span(x.shape, axes)
+        rows = x.astype(compute_dtype(x.dtype), copy=False).reshape(outer, count, inner)
+        return (np.argmax if sign > 0 else np.argmin)(rows, 1).reshape(_left(x.shape, axes, keepdims))
+
+    @staticmethod
+    def forward_cuda(ctx, x, axes, keepdims, sign):
+        spans = _span(x.shape, axes)
+        out = empty(_left(x.shape, axes, keepdims), int64)
+        return _reduce_cuda("position", x, *spans, out, operands=(sign > 0,), combine="minimum_whole") & 0xFFFFFFFF
+
+
+class Variance(Function):
+    """Mean square deviation from the mean (two passes, so a large mean costs no digits), divided by count - ddof. In
+    float32 for 16-bit numbers where `wide`."""
+
+    @staticmethod
+    def forward_numpy(ctx, x, axes, keepdims, ddof, wide):
+        deviation, count = x.astype(compute_dtype(x.dtype), copy=False), _count(x.shape, axes)
+        deviation = deviation - _sum_numpy(deviation, axes, True) / count
+        ctx.axes, ctx.scale, ctx.dtype = axes, 1 / (count - ddof), x.dtype
         ctx.save(deviation)
         total = _sum_numpy(np.square(deviation), axes, keepdims) * ctx.scale
-        return np.asarray(total).astype(x.dtype, copy=False)
+        return np.asarray(total).astype(deviation.dtype if wide else x.dtype, copy=False)
 
     @staticmethod
     def backward_numpy(ctx, dout, needs, into):
         (deviation,) = ctx.saved
         wide = dout.astype(deviation.dtype, copy=False).reshape(_kept(deviation.shape, ctx.axes))
-        return ((deviation * (2 * ctx.scale * wide)).astype(dout.dtype, copy=False),)
+        return ((deviation * (2 * ctx.scale * wide)).astype(ctx.dtype, copy=False),)
 
     @staticmethod
-    def forward_cuda(ctx, x, axes, keepdims, ddof):
+    def forward_cuda(ctx, x, axes, keepdims, ddof, wide):
         spans = outer, count, inner = _span(x.shape, axes)
         ctx.axes, ctx.scale = axes, 1 / (count - ddof)
         mean = _reduce_cuda("sum", x, *spans, empty((outer, inner), float32), 1 / count)
         ctx.save(x, mean)
-        out = empty(_left(x.shape, axes, keepdims), x.dtype)
+        out = empty(_left(x.shape, axes, keepdims), float32 if wide else x.dtype)
         return _reduce_cuda("square_deviation", x, *spans, out, ctx.scale, operands=(mean,))
 
     @staticmethod
@@ -369,15 +403,27 @@ def var(x: Any, axis: Axis = None, keepdims: bool = False, *, ddof: int = 0) -> 
 
     Raises ValueError where there are not more than ddof elements.
     """
-    x = _floating(x)
-    count = _count(x.shape, normalize_axes(axis, x.ndim))
-    if count <= ddof:
-        raise ValueError(f"variance with ddof {ddof} over {count} elements of shape {x.shape}")
-    return _reduce(Variance, x, axis, keepdims, ddof=ddof)
+    return _variance(_floating(x), axis, keepdims, ddof)
 
 
 def std(x: Any, axis: Axis = None, keepdims: bool = False, *, ddof: int = 0) -> Tensor:
     """Square root of `var`; its gradient is NaN where the variance is 0."""
     x = _floating(x)
-    (wide,) = as_wide(x)  # float16 holds few squares
-    return astype(var(wide, axis, keepdims, ddof=ddof) ** 0.5, x.dtype)
+    return astype(_variance(x, axis, keepdims, ddof, wide=True) ** 0.5, x.dtype)  # float16 holds few squares
+
+
+def _variance(x: Tensor, axis: Axis, keepdims: bool, ddof: int, wide: bool = False) -> Tensor:
+    count = _count(x.shape, normalize_axes(axis, x.ndim))
+    if count <= ddof:
+        raise ValueError(f"variance with ddof {ddof} over {count} elements of shape {x.shape}")
+    return _reduce(Variance, x, axis, keepdims, ddof=ddof, wide=wide)
+
+
+def product(x: Tensor, axis: Axis = None, keepdims: bool = False) -> Tensor:
+    """The product of floats over `axis`, without a gradient: see `prod`."""
+    return _reduce(Product, x, axis, keepdims)
+
+
+def position(x: Tensor, axis: Axis, keepdims: bool, sign: int) -> Tensor:
+    """The position of the first extreme of floats over `axis`: see `Position`."""
+    return _reduce(Position, x, axis, keepdims, sign=sign)

@@ -7,7 +7,8 @@ extern "C" __global__ void gather(T* out, const int* indices, const T* weight, i
     wait_for_previous();
     i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= size) return;
-    int index = indices[i / dim];
+    i64 n = size <= 0xffffffffll ? (u32)i / (u32)dim : i / dim;
+    int index = indices[n];
     bool inside = index >= 0 && index < num;
-    out[i] = inside ? weight[(i64)index * dim + i % dim] : from_float<T>(index == -1 ? 0.0f : __int_as_float(0x7fc00000));
+    out[i] = inside ? weight[index * (i64)dim + i - n * dim] : from_float<T>(index == -1 ? 0.0f : __int_as_float(0x7fc00000));
 }

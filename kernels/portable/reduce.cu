@@ -2,7 +2,7 @@
 //
 //   out = scale * reduction of x, or += where `accumulate`; the *_whole kernels take no notice of `scale` and `accumulate`
 //
-//   x, dout, dx   T.
+//   x, dout, dx   T; variance_backward's dout OUT.
 //   out           OUT [outer][gridDim.y][inner]. Blocks with blockIdx.y = y reduce the y-th chunk, `chunk` long, of the middle
 //                 axis. Where there are several, a second launch reduces their results.
 // Everything is accumulated in float; in the *_whole kernels, whose T and OUT hold integers, in 64-bit integers. The order
@@ -18,6 +18,10 @@ struct __align__(V * sizeof(T)) Columns { T v[V]; };
 struct Add {
     static __device__ float identity() { return 0.0f; }
     static __device__ float apply(float a, float b) { return a + b; }
+};
+struct Multiply {
+    static __device__ float identity() { return 1.0f; }
+    static __device__ float apply(float a, float b) { return a * b; }
 };
 struct AddWhole {
     static __device__ i64 identity() { return 0; }
@@ -47,7 +51,9 @@ template <typename X> __device__ __forceinline__ X whole_as(i64 x) { return from
 template <> __device__ __forceinline__ i64 whole_as<i64>(i64 x) { return x; }
 template <> __device__ __forceinline__ int whole_as<int>(i64 x) { return (int)x; }
 
-// Reduces value(x, column) over the middle axis. `column` is the index in [outer][inner].
+constexpr int LOADS = sizeof(Columns) > 2 ? 4 : 8; // that a thread makes at once
+
+// Reduces value(x, column, r) over the middle axis. `column` is the index in [outer][inner], r that in [reduce].
 template <typename Op, typename F>
 __device__ __forceinline__ void reduce_middle(const T* __restrict__ x, OUT* __restrict__ out, float scale, int accumulate,
                                               i64 outer, i64 reduce, i64 inner, i64 chunk, F value) {
@@ -64,11 +70,11 @@ __device__ __forceinline__ void reduce_middle(const T* __restrict__ x, OUT* __re
     if (inside) {
         i64 column = o * inner + i;
         const T* p = x + o * reduce * inner + i;
-#pragma unroll 4
+#pragma unroll LOADS
         for (i64 r = begin + threadIdx.y; r < end; r += blockDim.y) {
             Columns own = *reinterpret_cast<const Columns*>(p + r * inner);
 #pragma unroll
-            for (int k = 0; k < V; k++) total[k] = Op::apply(total[k], value(own.v[k], column + k));
+            for (int k = 0; k < V; k++) total[k] = Op::apply(total[k], value(own.v[k], column + k, r));
         }
     }
     int slot = (threadIdx.z * blockDim.y + threadIdx.y) * blockDim.x + threadIdx.x;
@@ -99,37 +105,52 @@ __device__ __forceinline__ void reduce_middle(const T* __restrict__ x, OUT* __re
 
 extern "C" __global__ void sum(const T* x, SHAPE) {
     wait_for_previous();
-    reduce_middle<Add>(x, REST, [](T x, i64) { return to_float(x); });
+    reduce_middle<Add>(x, REST, [](T x, i64, i64) { return to_float(x); });
 }
 extern "C" __global__ void sum_whole(const T* x, SHAPE) {
     wait_for_previous();
-    reduce_middle<AddWhole>(x, REST, [](T x, i64) { return whole(x); });
+    reduce_middle<AddWhole>(x, REST, [](T x, i64, i64) { return whole(x); });
+}
+extern "C" __global__ void product(const T* x, SHAPE) {
+    wait_for_previous();
+    reduce_middle<Multiply>(x, REST, [](T x, i64, i64) { return to_float(x); });
 }
 extern "C" __global__ void maximum(const T* x, SHAPE) {
     wait_for_previous();
-    reduce_middle<Larger>(x, REST, [](T x, i64) { return to_float(x); });
+    reduce_middle<Larger>(x, REST, [](T x, i64, i64) { return to_float(x); });
 }
 extern "C" __global__ void minimum(const T* x, SHAPE) {
     wait_for_previous();
-    reduce_middle<Smaller>(x, REST, [](T x, i64) { return to_float(x); });
+    reduce_middle<Smaller>(x, REST, [](T x, i64, i64) { return to_float(x); });
 }
 extern "C" __global__ void maximum_whole(const T* x, SHAPE) {
     wait_for_previous();
-    reduce_middle<LargerWhole>(x, REST, [](T x, i64) { return whole(x); });
+    reduce_middle<LargerWhole>(x, REST, [](T x, i64, i64) { return whole(x); });
 }
 extern "C" __global__ void minimum_whole(const T* x, SHAPE) {
     wait_for_previous();
-    reduce_middle<SmallerWhole>(x, REST, [](T x, i64) { return whole(x); });
+    reduce_middle<SmallerWhole>(x, REST, [](T x, i64, i64) { return whole(x); });
+}
+// Where the first largest element lies, or the first smallest: the lower 32 bits of out, which is i64. The upper ones are less the
+// better the element, and least of NaN, so that minimum_whole reduces several chunks' results.
+extern "C" __global__ void position(const T* x, int largest, SHAPE) {
+    wait_for_previous();
+    reduce_middle<SmallerWhole>(x, REST, [=](T x, i64, i64 r) {
+        float value = to_float(x) + 0.0f; // -0 and 0 are equal
+        int bits = __float_as_int(value), order = bits ^ (bits >> 31 & 0x7fffffff);
+        i64 upper = value != value ? -0x80000000ll : largest ? ~order : order;
+        return (i64)((u64)upper << 32) | r;
+    });
 }
 // How often `extreme`, T [outer][inner], occurs in its column.
 extern "C" __global__ void count(const T* x, const T* extreme, SHAPE) {
     wait_for_previous();
-    reduce_middle<Add>(x, REST, [=](T x, i64 c) { return to_float(x) == to_float(extreme[c]) ? 1.0f : 0.0f; });
+    reduce_middle<Add>(x, REST, [=](T x, i64 c, i64) { return to_float(x) == to_float(extreme[c]) ? 1.0f : 0.0f; });
 }
 // Sum of squared distances from `mean`, float [outer][inner].
 extern "C" __global__ void square_deviation(const T* x, const float* mean, SHAPE) {
     wait_for_previous();
-    reduce_middle<Add>(x, REST, [=](T x, i64 c) {
+    reduce_middle<Add>(x, REST, [=](T x, i64 c, i64) {
         float d = to_float(x) - mean[c];
         return d * d;
     });
@@ -164,8 +185,8 @@ extern "C" __global__ void extreme_backward(const T* dout, const T* x, const T* 
     });
 }
 // scale is 2 / (reduce - ddof).
-extern "C" __global__ void variance_backward(const T* dout, const T* x, const float* mean, T* dx, float scale, int accumulate,
-                                             i64 outer, i64 reduce, i64 inner) {
+extern "C" __global__ void variance_backward(const OUT* dout, const T* x, const float* mean, T* dx, float scale,
+                                             int accumulate, i64 outer, i64 reduce, i64 inner) {
     wait_for_previous();
     spread_to(dx, accumulate, outer, reduce, inner, [=](i64 e, i64 c) {
         return scale * to_float(dout[c]) * (to_float(x[e]) - mean[c]);

@@ -7,7 +7,7 @@
 //                   than 2^32 of them are written.
 //   fill            out[i] = value
 //   take            rows of x by an index: out[i] = x[index[i]]
-//   scan_sums, sum_runs, last   scatter; see there
+//   scan_sums, sum_parts, sum_runs, last   scatter; see there
 //   turn            out (C, taps, K) = x (K, taps, C) with K and C swapped and the taps reversed. x[k][tap] lies at
 //                   k · pitch + tap · tap_pitch.
 // Rows have `width` elements. index is int32; a negative one counts from the end (in scan_sums if `from_end`, not in
@@ -95,13 +95,19 @@ extern "C" __global__ void fill(T* out, float value, i64 n) {
 
 __device__ __forceinline__ i64 wrap(int index, i64 rows) { return index < 0 ? index + rows : index; }
 
-// out[i][:] = x[index[i]][:] for `count` rows i.
+// out[i][:] = x[index[i]][:] for `count` rows i of `width` units.
+template <typename Unit>
+__device__ __forceinline__ void take_rows(const Unit* x, const int* index, Unit* out, i64 rows, i64 width, i64 count) {
+    i64 n = count * width;
+    for (i64 e = (i64)blockIdx.x * blockDim.x + threadIdx.x; e < n; e += (i64)gridDim.x * blockDim.x) {
+        i64 i = n <= 0xffffffffll ? (u32)e / (u32)width : e / width, row = wrap(index[i], rows);
+        out[e] = row >= 0 && row < rows ? x[row * width + e - i * width] : Unit{};
+    }
+}
 extern "C" __global__ void take(const T* x, const int* index, T* out, i64 rows, i64 width, i64 count) {
     wait_for_previous();
-    for (i64 e = (i64)blockIdx.x * blockDim.x + threadIdx.x; e < count * width; e += (i64)gridDim.x * blockDim.x) {
-        i64 row = wrap(index[e / width], rows);
-        out[e] = row >= 0 && row < rows ? x[row * width + e % width] : T{};
-    }
+    if (((u64)x | (u64)out | width * sizeof(T)) % 16) take_rows(x, index, out, rows, width, count);
+    else take_rows((const uint4*)x, index, (uint4*)out, rows, (i64)(width * sizeof(T) / 16), count);
 }
 template <typename V> struct Total { using type = float; };
 template <> struct Total<int> { using type = i64; };
@@ -114,49 +120,136 @@ template <typename V> __device__ __forceinline__ float widen(V x) { return to_fl
 template <typename V> __device__ __forceinline__ V narrow(i64 x) { return (V)x; }
 template <typename V> __device__ __forceinline__ V narrow(float x) { return from_float<V>(x); }
 
-// dx[row][:] = (or +=) sum of dout[i][:] over all i with index[i] = row, in the order of i. A negative row counts from the end
-// if `from_end`; other rows that are not in dx are left out. A block has LOOKED * EACH elements of dx. It looks for their rows
-// in LOOKED entries of the index at once, so that no atomics are needed. Launch: LOOKED threads.
-constexpr int LOOKED = 128, EACH = 4;
-extern "C" __global__ void scan_sums(
-    const T* dout, const int* index, T* dx, int accumulate, int from_end, i64 rows, i64 width, i64 count
-) {
-    wait_for_previous();
-    __shared__ int found[LOOKED];
-    __shared__ u32 matches[LOOKED / 32]; // of each warp, a bit an entry
-    i64 first = (i64)blockIdx.x * LOOKED * EACH, size = rows * width, last = min(first + LOOKED * EACH, size) - 1;
-    i64 top = first / width, bottom = last / width, row[EACH], column[EACH];
-    typename Total<T>::type total[EACH] = {};
+// dx[row][:] = (or +=) sum of dout[i][:] over all i with index[i] = row, in the order of i. A negative row
+// counts from the end if `from_end`; other rows that are not in dx are left out. A block has the same number of elements of dx as
+// every other, at most 16 a thread, and a part of the index. It looks through LOOKED entries a thread at once, and lists those of
+// its rows in their order, so that no atomics are needed.
+constexpr int LOOKED = 4, LISTED = 1024;
+struct Entry { u32 place; int row; }; // its place in the part, and its row, counted from the block's first
+struct Listing { Entry entries[LISTED]; u32 matches[32]; }; // of each 32 entries that are looked at, a bit an entry
+
+// totals[k] += what the n listed entries add to the block's element threadIdx.x + k * blockDim.x. `start`: that of the block's
+// first row, at most 0. size: the block's elements.
+template <int EACH, typename V>
+__device__ __forceinline__ void add_listed(V (&totals)[EACH], const Entry* entries, int n, const T* dout, i64 start, i64 width, int size) {
+    constexpr int AT_ONCE = 16 / EACH;
+    for (int i = 0; i < n; i += AT_ONCE) {
+        V values[AT_ONCE][EACH];
 #pragma unroll
-    for (int k = 0; k < EACH; k++) {
-        i64 e = first + threadIdx.x + k * LOOKED;
-        row[k] = e < size ? e / width : -1;
-        column[k] = e % width;
-    }
-    for (i64 start = 0; start < count; start += LOOKED) {
-        i64 own = start + threadIdx.x < count ? index[start + threadIdx.x] : -1 - rows;
-        if (own < 0 && from_end) own += rows;
-        bool here = own >= top && own <= bottom;
-        if (!__syncthreads_or(here)) continue;
-        u32 warp = __ballot_sync(~0u, here);
-        found[threadIdx.x] = (int)own;
-        if (threadIdx.x % 32 == 0) matches[threadIdx.x / 32] = warp;
-        __syncthreads();
-        for (int w = 0; w < LOOKED / 32; w++)
-            for (u32 left = matches[w]; left; left &= left - 1) {
-                int at = 32 * w + __ffs(left) - 1;
-                const T* from = dout + (start + at) * width;
+        for (int u = 0; u < AT_ONCE; u++) {
+            Entry entry = entries[min(i + u, n - 1)];
+            i64 of_row = start + entry.row * width;
+            int from = i + u < n ? (int)max(of_row, 0ll) : size, to = (int)min(of_row + width, (i64)size);
+            const T* own = dout + entry.place * width + threadIdx.x - of_row;
 #pragma unroll
-                for (int k = 0; k < EACH; k++)
-                    if (row[k] == found[at]) total[k] += widen(from[column[k]]);
+            for (int k = 0; k < EACH; k++, own += blockDim.x) {
+                int e = threadIdx.x + k * blockDim.x;
+                values[u][k] = e >= from && e < to ? widen(*own) : 0;
             }
+        }
+#pragma unroll
+        for (int u = 0; u < AT_ONCE; u++)
+#pragma unroll
+            for (int k = 0; k < EACH; k++) totals[k] += values[u][k];
+    }
+}
+
+template <int EACH>
+__device__ __forceinline__ void scan(
+    Listing& listing, const T* dout, const int* index, void* dx, int accumulate, int from_end, i64 rows, i64 width, i64 count
+) {
+    using V = typename Total<T>::type;
+    V totals[EACH] = {};
+    i64 elements = rows * width, each = CEIL_DIV(CEIL_DIV(elements, (i64)gridDim.x), 32) * 32, first = blockIdx.x * each;
+    int size = (int)max(min(each, elements - first), 0ll);
+    i64 top = first / width, bottom = (first + size - 1) / width, start = top * width - first;
+    i64 part = CEIL_DIV(count, (i64)gridDim.y), begin = blockIdx.y * part;
+    count = min(part, count - begin), index += begin;
+    int threads = blockDim.x, lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = threads / 32, listed = 0;
+    int next[LOOKED];
+    auto look = [&](i64 at) {
+#pragma unroll
+        for (int j = 0; j < LOOKED; j++) {
+            i64 i = at + j * threads + threadIdx.x;
+            next[j] = i < count ? index[i] : 0;
+        }
+    };
+    look(0);
+    for (i64 at = 0; at < count; at += LOOKED * threads) {
+        int own[LOOKED];
+        u32 matches[LOOKED], any = 0;
+#pragma unroll
+        for (int j = 0; j < LOOKED; j++) {
+            i64 row = next[j];
+            if (row < 0 && from_end) row += rows;
+            own[j] = (int)(row - top);
+            any |= matches[j] = __ballot_sync(~0u, row >= top && row <= bottom && at + j * threads + threadIdx.x < count);
+        }
+        look(at + LOOKED * threads);
+        if (!__syncthreads_or(any)) continue;
+        if (lane == 0)
+#pragma unroll
+            for (int j = 0; j < LOOKED; j++) listing.matches[j * warps + warp] = matches[j];
+        __syncthreads();
+        int before = lane < LOOKED * warps ? __popc(listing.matches[lane]) : 0, found = before;
+#pragma unroll
+        for (int offset = 1; offset < 32; offset *= 2) {
+            int others = __shfl_up_sync(~0u, before, offset);
+            if (lane >= offset) before += others;
+        }
+        int all = __shfl_sync(~0u, before, 31);
+        before -= found;
+        if (listed + all > LISTED) {
+            add_listed(totals, listing.entries, listed, dout + begin * width, start, width, size);
+            __syncthreads();
+            listed = 0;
+        }
+#pragma unroll
+        for (int j = 0; j < LOOKED; j++) {
+            int place = listed + __shfl_sync(~0u, before, j * warps + warp) + __popc(matches[j] & ((1u << lane) - 1));
+            if (matches[j] >> lane & 1) listing.entries[place] = {(u32)(at + j * threads + threadIdx.x), own[j]};
+        }
+        listed += all;
+    }
+    __syncthreads();
+    add_listed(totals, listing.entries, listed, dout + begin * width, start, width, size);
+    if (gridDim.y > 1) {
+        V* sums = static_cast<V*>(dx) + blockIdx.y * elements;
+#pragma unroll
+        for (int k = 0; k < EACH; k++)
+            if (threadIdx.x + k * threads < size) sums[first + threadIdx.x + k * threads] = totals[k];
+        return;
     }
 #pragma unroll
     for (int k = 0; k < EACH; k++)
-        if (row[k] >= 0) {
-            T* target = dx + row[k] * width + column[k];
-            *target = narrow<T>(accumulate ? widen(*target) + total[k] : total[k]);
+        if (threadIdx.x + k * threads < size) {
+            T* target = static_cast<T*>(dx) + first + threadIdx.x + k * threads;
+            *target = narrow<T>(accumulate ? widen(*target) + totals[k] : totals[k]);
         }
+}
+
+// dx: T [rows][width], or where the index is in gridDim.y parts each one's sums, Total, which sum_parts adds. Launch: a multiple
+// of 32 threads, at most 256.
+extern "C" __global__ void scan_sums(
+    const T* dout, const int* index, void* dx, int accumulate, int from_end, i64 rows, i64 width, i64 count
+) {
+    wait_for_previous();
+    __shared__ Listing listing;
+    int each = (int)CEIL_DIV(CEIL_DIV(rows * width, (i64)gridDim.x), (i64)blockDim.x);
+    if (each <= 1) scan<1>(listing, dout, index, dx, accumulate, from_end, rows, width, count);
+    else if (each <= 4) scan<4>(listing, dout, index, dx, accumulate, from_end, rows, width, count);
+    else scan<16>(listing, dout, index, dx, accumulate, from_end, rows, width, count);
+}
+// dx[e] = (or +=) the sum of sums[part][e], Total, over the parts, for n elements.
+extern "C" __global__ void sum_parts(const void* sums, T* dx, int accumulate, i64 n, int parts) {
+    wait_for_previous();
+    using V = typename Total<T>::type;
+    for (i64 e = (i64)blockIdx.x * blockDim.x + threadIdx.x; e < n; e += (i64)gridDim.x * blockDim.x) {
+        V total = 0;
+#pragma unroll 8
+        for (int part = 0; part < parts; part++) total += static_cast<const V*>(sums)[part * n + e];
+        dx[e] = narrow<T>(accumulate ? widen(dx[e]) + total : total);
+    }
 }
 // The first place in `sorted`, of `count` numbers, of one that is not below `row`.
 __device__ __forceinline__ i64 place_of(i64 row, const int* sorted, i64 count) {

@@ -84,7 +84,12 @@ template <typename T> T shuffle(unsigned mask, T value, int from) {
 }  // namespace emulator
 template <typename T> inline T __shfl_sync(unsigned mask, T value, int from) { return emulator::shuffle(mask, value, from); }
 template <typename T> inline T __shfl_xor_sync(unsigned mask, T value, int by) { return emulator::shuffle(mask, value, emulator::self->lane ^ by); }
+template <typename T> inline T __shfl_up_sync(unsigned mask, T value, int by) {
+    int lane = emulator::self->lane;
+    return emulator::shuffle(mask, value, lane < by ? lane : lane - by);
+}
 static inline int __ffs(unsigned bits) { return __builtin_ffs((int)bits); }
+static inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
 // A thread that takes its vote back does so before it comes to the next call, where all threads meet.
 static inline int __syncthreads_or(int holds) {
     int& votes = emulator::self->block->votes;

@@ -166,7 +166,7 @@ def test_sums_are_those_of_a_scan(width, device, rng, monkeypatch):
     dout = Tensor(rng.standard_normal((301, *width)).astype(np.float32), device=device)
     found = []
     for scans in (True, False):
-        monkeypatch.setattr(shape, "_scans", lambda dx, count, scans=scans: scans)
+        monkeypatch.setattr(shape, "_scans", lambda grid, count, scans=scans: scans)
         for before in (False, True):
             leaf = Tensor(x, requires_grad=True, device=device)
             leaf.grad = Tensor(x, device=device).data if before else None
@@ -180,17 +180,37 @@ def test_sums_are_those_of_a_scan(width, device, rng, monkeypatch):
 
 
 def test_a_long_index_is_sorted_on_a_gpu_but_not_in_a_captured_function(host_of, monkeypatch):
-    host = host_of(True)
-    x = Tensor(host.zeros((9, 2), np.float32), requires_grad=True)
+    host, count = host_of(True), (1 << 20) + 1
+    monkeypatch.setattr(shape, "_shares", lambda size, count: (1024, 1, 256))  # as of a dx too large for a test
+    x = Tensor(host.zeros(9, np.float32), requires_grad=True)
 
     def backward():
         host.launches.clear()
-        x[Tensor(host.zeros(5000, np.int32))].backward(host.zeros((5000, 2), np.float32))
+        x[Tensor(host.zeros(count, np.int32))].backward(host.zeros(count, np.float32))
         return host.launches
 
     assert backward() == [("shape", "take"), ("shape", "sum_runs")]
     monkeypatch.setattr(host.cuda.get_current_stream(), "is_capturing", lambda: True)
     assert ("shape", "scan_sums") in backward() and ("shape", "sum_runs") not in backward()
+
+
+@pytest.mark.parametrize("rows, width, count", [
+    (10, 1, 5000), (3, 700, 3000), (1, 1, 1025), (700, 3, 2100), (5000, 5, 1100), (257, 1030, 1500), (40, 300, 40_000),
+    (1100, 2000, 1030),
+])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32"])
+def test_sums_of_many_entries(rows, width, count, dtype, device, rng):
+    """In parts of the index where there are few rows; with entries that no row has; twice, with the same bits."""
+    index = rng.integers(-2 * rows, rows, count)
+    index = Tensor(np.where(rng.random(count) < 0.3, rng.integers(rows), index).clip(-rows), device=device)
+    x = Tensor(rng.integers(-9, 9, (rows, width)), dtype=dtype, device=device)
+    values = Tensor(rng.integers(-9, 9, (count, width)), dtype=dtype, device=device)
+    found = [x.at[index].add(values).numpy() for _ in range(2)]
+    expected = x.numpy().astype(np.float64)
+    np.add.at(expected, index.numpy(), values.numpy().astype(np.float64))
+    np.testing.assert_array_equal(found[0], found[1])
+    rounding = 1e-2 if dtype == "bfloat16" else 1e-6
+    np.testing.assert_allclose(found[0].astype(np.float64), expected, rtol=rounding, atol=1e-6)
 
 
 def test_indices_on_a_gpu_in_a_captured_function(host_of, monkeypatch):

@@ -31,6 +31,17 @@ def test_dimensions_are_kept_and_nan_is_found(device):
     np.testing.assert_array_equal(cudiff.argmin(x, 1).numpy(), [1, 2])
 
 
+@pytest.mark.parametrize("shape, axis", [((5000,), 0), ((3, 2100), 1), ((2100, 3), 0), ((600, 40), 0), ((2, 99, 8), 1)])
+def test_the_first_of_equal_extremes(shape, axis, device, rng):
+    """Among infinities, zeros of both signs and NaN, also where the axis is in parts."""
+    whole = rng.choice([-np.inf, -2.0, -0.0, 0.0, 2.0, np.inf], shape)
+    for x in (whole, np.where(rng.random(shape) < 2 / shape[axis], np.nan, whole), np.where(whole > 0, 0.0, whole)):
+        for dtype in ("float32", "bfloat16", "float16"):
+            tensor = Tensor(x, dtype=dtype, device=device)
+            for name in ("argmax", "argmin"):
+                np.testing.assert_array_equal(getattr(cudiff, name)(tensor, axis).numpy(), getattr(np, name)(x, axis))
+
+
 def test_what_is_refused(device):
     x = Tensor(np.zeros((2, 0), np.float32), device=device)
     for name in ("argmax", "argmin"):
@@ -120,6 +131,16 @@ def test_prod(shape, axis, keepdims, device, rng):
     check_op(lambda x: cudiff.prod(x, axis, keepdims), x, device=device, dtypes=("float32", "bfloat16"))
     out = np.prod(Tensor(x, dtype=np.float32, device=device), axis=axis, keepdims=keepdims)
     np.testing.assert_allclose(out.numpy(), np.prod(x, axis=axis, keepdims=keepdims), rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype, rounding", [("float32", 1e-4), ("bfloat16", 1e-2), ("float16", 2e-3)])
+def test_a_product_without_a_gradient(dtype, rounding, device, rng):
+    """Is one of a kernel's own; also in parts of the axis."""
+    x = Tensor(rng.uniform(0.95, 1.05, (2, 2000, 5)) * rng.choice([-1, 1], (2, 2000, 5)), dtype=dtype, device=device)
+    for axis in (0, 1, 2, (1, 2), None):
+        expected = np.prod(x.numpy().astype(np.float64), axis)
+        assert cudiff.prod(x, axis).dtype == x.dtype
+        np.testing.assert_allclose(cudiff.prod(x, axis).numpy().astype(np.float64), expected, rtol=rounding, atol=1e-7)
 
 
 def test_a_products_gradient_at_zeros(device):

@@ -179,9 +179,16 @@ def row_sums(dout: Array, index: Array, dx: Array, accumulate: bool, from_end: b
     index: int32. from_end: whether negative rows count from the end. Other rows that are not in dx are left out.
     """
     sizes = tuple(map(np.int64, (dx.shape[0], math.prod(dx.shape[1:]), index.size)))
-    if _scans(dx, index.size):
+    grid, parts, threads = _shares(dx.size, index.size)
+    if parts > 1:
+        sums = empty((parts, dx.size), float32 if is_float(dx.dtype) else int64)
+        launch("shape", "scan_sums", (grid, parts), threads, (dout, index, sums, False, from_end, *sizes), T=dx.dtype)
+        args = (sums, dx, accumulate, np.int64(dx.size), parts)
+        launch("shape", "sum_parts", blocks(dx.size, 256), 256, args, T=dx.dtype)
+        return
+    if _scans(grid, index.size):
         args = (dout, index, dx, accumulate, from_end, *sizes)
-        launch("shape", "scan_sums", blocks(dx.size, 512), 128, args, T=dx.dtype)
+        launch("shape", "scan_sums", grid, threads, args, T=dx.dtype)
         return
     module, index = array_module("cuda"), index.reshape(-1)
     index = module.where(index < 0, index + np.int32(len(dx)), index) if from_end else index
@@ -190,14 +197,26 @@ def row_sums(dout: Array, index: Array, dx: Array, accumulate: bool, from_end: b
     launch("shape", "sum_runs", blocks(dx.size, 256), 256, args, T=dx.dtype)
 
 
-def _scans(dx: Array, count: int) -> bool:
-    """Whether `row_sums` looks for each row of dx in all `count` entries of the index, instead of sorting it.
+def _shares(size: int, count: int) -> tuple[int, int, int]:
+    """The blocks among which the elements of dx are divided, the parts of the index, and the threads of a block.
+
+    Each block looks through a part, and each of its threads at every entry of its rows: of a long index a block has the
+    more elements the more there are. Parts are of 1,024 entries at least, and of so many that two blocks run on each
+    multiprocessor of an H200.
+    """
+    if count <= 1024:
+        return blocks(size, 512), 1, 128
+    grid = blocks(size, 256 if size <= 1 << 17 else 1024 if size <= 1 << 21 else 4096)
+    return grid, max(1, min(blocks(count, 1024), 264 // grid)), 256
+
+
+def _scans(grid: int, count: int) -> bool:
+    """Whether each of `grid` blocks looks for its rows in all `count` entries of the index, instead of sorting it.
 
     It does so if they are few, and within `capture`, because CuPy's sort waits for the GPU. On an H200 sorting takes at
-    least 180 µs; 16,384 entries for 10,000 rows of 512 took 290 either way, for 256 rows 220 and 90.
+    least 180 µs.
     """
-    few = count * dx.size <= 1 << 36 and count <= 4 * max(dx.size, 512)
-    return few or is_capturing("cuda")
+    return grid * count <= 1 << 30 or is_capturing("cuda")
 
 
 def last(index: Array, count: int) -> Array:
