@@ -235,7 +235,8 @@ class Host(ModuleType):
                 cooperative: bool = False) -> None:
             sizes = zip(grid, (2**31 - 1, 65535, 65535), strict=False)
             assert all(1 <= size <= most for size, most in sizes), f"{stem}, {name}: a grid of {grid}"
-            assert 1 <= math.prod(block) <= 1024, f"{stem}, {name}: a block of {block}"
+            fits = all(1 <= size <= most for size, most in zip(block, (1024, 1024, 64), strict=False))
+            assert fits and math.prod(block) <= 1024, f"{stem}, {name}: a block of {block}"
             assert shared_mem <= self.shared_bytes, f"{stem}, {name}: {shared_mem} bytes of shared memory"
             assert not cooperative or math.prod(grid) <= H200["MultiProcessorCount"], f"{stem}, {name}: {grid} at once"
             kinds, values = launch.pack(args)

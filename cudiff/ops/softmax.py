@@ -62,8 +62,9 @@ class Softmax(Function):
         require_float("softmax", x)
         outer, size, inner = _spans(x, axis)
         out, stats = empty(x.shape, x.dtype), empty((outer * inner, 2), float32)
-        args = (out, stats, x, np.int64(outer), size, np.int64(inner), log)
-        launch("softmax", "softmax", *_cut(outer, size, inner), args, T=x.dtype)
+        grid, block, lanes = _cut(outer, size, inner)
+        args = (out, stats, x, np.int64(outer), size, np.int64(inner), lanes, log)
+        launch("softmax", "softmax", grid, block, args, T=x.dtype)
         ctx.axis, ctx.log = axis, log
         ctx.save(x, stats)
         return out
@@ -73,8 +74,9 @@ class Softmax(Function):
         x, stats = ctx.saved
         outer, size, inner = _spans(x, ctx.axis)
         dx, add = gradient_target(into[0], x.shape, x.dtype)
-        args = (dx, add, dout, x, stats, np.int64(outer), size, np.int64(inner), ctx.log)
-        launch("softmax", "softmax_backward", *_cut(outer, size, inner), args, T=x.dtype)
+        grid, block, lanes = _cut(outer, size, inner)
+        args = (dx, add, dout, x, stats, np.int64(outer), size, np.int64(inner), lanes, ctx.log)
+        launch("softmax", "softmax_backward", grid, block, args, T=x.dtype)
         return (dx,)
 
 
@@ -103,8 +105,9 @@ class CrossEntropy(Function):
         require_float("cross_entropy", logits)
         rows, size = logits.shape
         losses, stats, loss = empty(rows, float32), empty((rows, 2), float32), empty((), float32)
-        args = (losses, stats, logits, labels, rows, size)
-        launch("softmax", "cross_entropy", *_cut(rows, size, 1), args, T=logits.dtype)
+        grid, block, lanes = _cut(rows, size, 1)
+        args = (losses, stats, logits, labels, rows, size, lanes)
+        launch("softmax", "cross_entropy", grid, block, args, T=logits.dtype)
         launch("softmax", "mean", 1, 256, (loss, losses, rows), T=logits.dtype)
         ctx.save(logits, labels, stats)
         return loss
@@ -114,8 +117,9 @@ class CrossEntropy(Function):
         logits, labels, stats = ctx.saved
         rows, size = logits.shape
         dlogits, add = gradient_target(into[0], logits.shape, logits.dtype)
-        args = (dlogits, add, dout, logits, stats, labels, rows, size)
-        launch("softmax", "cross_entropy_backward", *_cut(rows, size, 1), args, T=logits.dtype)
+        grid, block, lanes = _cut(rows, size, 1)
+        args = (dlogits, add, dout, logits, stats, labels, rows, size, lanes)
+        launch("softmax", "cross_entropy_backward", grid, block, args, T=logits.dtype)
         return dlogits, None
 
 
@@ -124,8 +128,8 @@ def _spans(x: Array, axis: int) -> tuple[int, int, int]:
     return math.prod(x.shape[:axis]), x.shape[axis], math.prod(x.shape[axis + 1 :])
 
 
-def _cut(outer: int, size: int, inner: int) -> tuple[int, tuple[int, int, int]]:
-    """The blocks, and a block's (columns, lanes, rows).
+def _cut(outer: int, size: int, inner: int) -> tuple[int, tuple[int, int], int]:
+    """The blocks, a block's (columns, rows * lanes), and the lanes of a row.
 
     A lane has up to 8 elements of a row, of a long one up to 32, and more where a block has too few threads. Where they
     are not adjacent, adjacent threads have adjacent rows.
@@ -134,7 +138,7 @@ def _cut(outer: int, size: int, inner: int) -> tuple[int, tuple[int, int, int]]:
     few, many = (_power_of_two(blocks(size, each)) for each in (8, 32))
     lanes = min(max(min(few, 256), many), 1024 // columns)
     rows = max(1, 256 // (columns * lanes))
-    return blocks(outer, rows) * blocks(inner, columns), (columns, lanes, rows)
+    return blocks(outer, rows) * blocks(inner, columns), (columns, rows * lanes), lanes
 
 
 def _power_of_two(n: int) -> int:

@@ -2,7 +2,7 @@
 // place in [outer][inner]. out T; stats float2 [outer][inner]: each row's maximum and its sum of exp(x - maximum), which the
 // backward reads. Cross-entropy is of rows (M, K), with losses, loss, dloss float32 and labels int32 (M).
 // Outputs overwrite; dx accumulates where `add`. NaN comes out of a row whose label lies outside 0 to K - 1.
-// Launch, unless said otherwise: block (columns, lanes, rows), powers of two of product 256 to 1024, at most 32 columns;
+// Launch, unless said otherwise: block (columns, rows * lanes), powers of two of product 256 to 1024, at most 32 columns;
 // CEIL_DIV(outer, rows) * CEIL_DIV(inner, columns) blocks. A row's elements are dealt to `lanes` threads; where inner is 1 and
 // these are at most 32, the product is 256 and each has HELD at most.
 #include "reduce.cuh"
@@ -14,17 +14,17 @@ constexpr int HELD = 8;  // elements that a thread loads at a time
 // threads of the block in packs: `start` is within the block's elements, `count` of them, which begin at `first`.
 struct Part { i64 row, start, inner; int lane, lanes, size; bool is_short; i64 first; int count; };
 
-__device__ __forceinline__ Part part_of(i64 outer, int K, i64 inner) {
+__device__ __forceinline__ Part part_of(i64 outer, int K, i64 inner, int lanes) {
     u32 block = blockIdx.x, column_block = 0;
     if (inner > 1) {
         u32 column_blocks = (u32)CEIL_DIV(inner, (i64)blockDim.x);
         column_block = block % column_blocks, block /= column_blocks;
     }
-    int rows = blockDim.z, lane = threadIdx.y, lanes = blockDim.y;
-    i64 top = (i64)block * rows, o = top + threadIdx.z, i = (i64)column_block * blockDim.x + threadIdx.x;
+    int rows = blockDim.y / (u32)lanes, row = threadIdx.y / (u32)lanes, lane = threadIdx.y % (u32)lanes;
+    i64 top = (i64)block * rows, o = top + row, i = (i64)column_block * blockDim.x + threadIdx.x;
     int size = o < outer && i < inner ? K : 0;
     bool is_short = inner == 1 && lanes <= 32;
-    i64 start = is_short ? threadIdx.z * K : o * K * inner + i;
+    i64 start = is_short ? row * K : o * K * inner + i;
     return {o * inner + i, start, inner, lane, lanes, size, is_short, top * K, (int)min((i64)rows, outer - top) * K};
 }
 
@@ -32,7 +32,7 @@ struct __align__(16) Tile { T v[256 * HELD]; };
 
 // to = from, n elements, by all threads of the block.
 __device__ __forceinline__ void copy(T* to, const T* from, int n) {
-    int threads = blockDim.y * blockDim.z, thread = threadIdx.z * blockDim.y + threadIdx.y;
+    int threads = blockDim.y, thread = threadIdx.y;
     int packs = ((u64)to | (u64)from) % 16 ? 0 : n / Pack<T>::SIZE;
     for (int p = thread; p < packs; p += threads) store_pack(to + p * Pack<T>::SIZE, load_pack(from + p * Pack<T>::SIZE));
     for (int i = packs * Pack<T>::SIZE + thread; i < n; i += threads) to[i] = from[i];
@@ -76,17 +76,17 @@ template <typename Op> __device__ __forceinline__ float shuffle_reduce(float x, 
 }
 
 // x reduced over the lanes of a row, for each of them.
-template <typename Op> __device__ __forceinline__ float row_reduce(float x) {
+template <typename Op> __device__ __forceinline__ float row_reduce(float x, int lanes) {
     __shared__ float warps[1024];
-    int columns = blockDim.x, group = columns * blockDim.y;  // threads whose lanes belong together
+    int columns = blockDim.x, group = columns * lanes;  // threads whose lanes belong together
     x = shuffle_reduce<Op>(x, min(group, 32), columns);
     if (group <= 32) return x;
-    int thread = threadIdx.z * group + threadIdx.y * columns + threadIdx.x, lane = thread % 32, results = group / 32 * columns;
+    int thread = threadIdx.y * columns + threadIdx.x, lane = thread % 32, results = group / 32 * columns;
     __syncthreads();
     if (lane < columns) warps[thread / 32 * columns + lane] = x;
     __syncthreads();
     x = Op::identity();
-    for (int i = lane; i < results; i += 32) x = Op::apply(x, warps[threadIdx.z * results + i]);
+    for (int i = lane; i < results; i += 32) x = Op::apply(x, warps[thread / group * results + i]);
     return shuffle_reduce<Op>(x, 32, columns);
 }
 
@@ -103,14 +103,14 @@ __device__ __forceinline__ float2 row_stats(const T* x, const Part& part, float 
 #pragma unroll
         for (int j = 0; j < HELD; j++) sum += exponential(values[j] - largest);
     }
-    float of_row = row_reduce<Max>(largest);
-    return make_float2(of_row, row_reduce<Sum>(sum * exponential(largest - of_row)));
+    float of_row = row_reduce<Max>(largest, part.lanes);
+    return make_float2(of_row, row_reduce<Sum>(sum * exponential(largest - of_row), part.lanes));
 }
 
-extern "C" __global__ void softmax(T* out, float2* stats, const T* x, i64 outer, int K, i64 inner, int log) {
+extern "C" __global__ void softmax(T* out, float2* stats, const T* x, i64 outer, int K, i64 inner, int lanes, int log) {
     wait_for_previous();
     __shared__ Tile tile;
-    Part part = part_of(outer, K, inner);
+    Part part = part_of(outer, K, inner, lanes);
     float values[HELD];
     const T* from = staged(tile, x, part);
     __syncthreads();
@@ -129,10 +129,10 @@ extern "C" __global__ void softmax(T* out, float2* stats, const T* x, i64 outer,
 
 // dx = p * (dout - sum(p * dout)), or dout - p * sum(dout) where `log`.
 extern "C" __global__ void softmax_backward(T* dx, int add, const T* dout, const T* x, const float2* stats, i64 outer, int K,
-                                            i64 inner, int log) {
+                                            i64 inner, int lanes, int log) {
     wait_for_previous();
     __shared__ Tile tiles[3];
-    Part part = part_of(outer, K, inner);
+    Part part = part_of(outer, K, inner, lanes);
     const T *x_from = staged(tiles[0], x, part), *dout_from = staged(tiles[1], dout, part);
     if (add) staged(tiles[2], dx, part);
     __syncthreads();
@@ -149,7 +149,7 @@ extern "C" __global__ void softmax_backward(T* dx, int add, const T* dout, const
 #pragma unroll
         for (int j = 0; j < HELD; j++) sum += log ? g[j] : p[j] * g[j];
     }
-    sum = row_reduce<Sum>(sum);
+    sum = row_reduce<Sum>(sum, part.lanes);
     T* to = part.is_short ? tiles[2].v : dx;
     for (int k = part.lane; k < part.size; k += HELD * part.lanes) {
         if (part.size > HELD * part.lanes) read(k);
@@ -160,10 +160,10 @@ extern "C" __global__ void softmax_backward(T* dx, int add, const T* dout, const
     unstage(dx, tiles[2], part);
 }
 
-extern "C" __global__ void cross_entropy(float* losses, float2* stats, const T* x, const int* labels, int M, int K) {
+extern "C" __global__ void cross_entropy(float* losses, float2* stats, const T* x, const int* labels, int M, int K, int lanes) {
     wait_for_previous();
     __shared__ Tile tile;
-    Part part = part_of(M, K, 1);
+    Part part = part_of(M, K, 1, lanes);
     float values[HELD];
     const T* from = staged(tile, x, part);
     __syncthreads();
@@ -186,10 +186,10 @@ extern "C" __global__ void mean(float* loss, const float* losses, int M) {
 
 // dx = (p - [k = label]) * dloss / M.
 extern "C" __global__ void cross_entropy_backward(T* dx, int add, const float* dloss, const T* x, const float2* stats,
-                                                  const int* labels, int M, int K) {
+                                                  const int* labels, int M, int K, int lanes) {
     wait_for_previous();
     __shared__ Tile tiles[2];
-    Part part = part_of(M, K, 1);
+    Part part = part_of(M, K, 1, lanes);
     const T* from = staged(tiles[0], x, part);
     if (add) staged(tiles[1], dx, part);
     __syncthreads();
