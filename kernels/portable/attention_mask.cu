@@ -20,19 +20,20 @@ extern "C" __global__ void pack(u64* bits, u8* states, const u8* mask, int heads
     int head = blockIdx.x / key_tiles / query_tiles;
     mask += head / heads * by_image + head % heads * by_head;
     bits += ((i64)head * key_tiles + key_tile) * query_tiles * 64;
-    u32 attends = 0, lacks = 0;  // this lane's pairs
-    for (int row = threadIdx.x / 32; row < 64; row += 4) {
-        int query = query_tile * 64 + row;
-        u32 half_row[2];
+    u32 attends = 0, exist = 0;  // of this lane's 32 pairs: two keys of 16 queries
+    int warp = threadIdx.x / 32;
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
-            int key = key_tile * 64 + i * 32 + LANE;
-            bool exists = query < Tq && key < Tk, on = exists && mask[query * by_query + key * by_key];
-            attends |= on, lacks |= exists && !on;
-            half_row[i] = __ballot_sync(~0u, on);
-        }
-        if (LANE == 0) bits[query] = half_row[0] | (u64)half_row[1] << 32;
+    for (int i = 0; i < 32; i++) {  // all loads before the first ballot
+        int query = query_tile * 64 + warp + i / 2 * 4, key = key_tile * 64 + i % 2 * 32 + LANE;
+        bool exists = query < Tq && key < Tk;
+        exist |= (u32)exists << i;
+        if (exists) attends |= (u32)(mask[query * by_query + key * by_key] != 0) << i;
     }
-    bool any = __syncthreads_or(attends), incomplete = __syncthreads_or(lacks);
+#pragma unroll
+    for (int i = 0; i < 32; i += 2) {
+        u32 low = __ballot_sync(~0u, attends >> i & 1), high = __ballot_sync(~0u, attends >> i & 2);
+        if (LANE == 0) bits[query_tile * 64 + warp + i / 2 * 4] = low | (u64)high << 32;
+    }
+    bool any = __syncthreads_or(attends != 0), incomplete = __syncthreads_or(attends != exist);
     if (threadIdx.x == 0) states[blockIdx.x] = !any ? NONE : incomplete ? SOME : ALL;
 }
