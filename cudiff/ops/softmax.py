@@ -9,6 +9,7 @@ import numpy as np
 
 from cudiff.backend import Array, compute_dtype, float32
 from cudiff.cuda.accumulate import gradient_target
+from cudiff.cuda.device import multiprocessors
 from cudiff.cuda.launch import blocks, empty, launch
 from cudiff.function import Function
 from cudiff.ops.arithmetic import where
@@ -62,8 +63,8 @@ class Softmax(Function):
         require_float("softmax", x)
         outer, size, inner = _spans(x, axis)
         out, stats = empty(x.shape, x.dtype), empty((outer * inner, 2), float32)
-        grid, block, lanes = _cut(outer, size, inner)
-        args = (out, stats, x, np.int64(outer), size, np.int64(inner), lanes, log)
+        grid, block, shares = _cut(outer, size, inner, x.itemsize)
+        args = (out, stats, x, np.int64(outer), size, np.int64(inner), *shares, log)
         launch("softmax", "softmax", grid, block, args, T=x.dtype)
         ctx.axis, ctx.log = axis, log
         ctx.save(x, stats)
@@ -74,8 +75,8 @@ class Softmax(Function):
         x, stats = ctx.saved
         outer, size, inner = _spans(x, ctx.axis)
         dx, add = gradient_target(into[0], x.shape, x.dtype)
-        grid, block, lanes = _cut(outer, size, inner)
-        args = (dx, add, dout, x, stats, np.int64(outer), size, np.int64(inner), lanes, ctx.log)
+        grid, block, shares = _cut(outer, size, inner, x.itemsize)
+        args = (dx, add, dout, x, stats, np.int64(outer), size, np.int64(inner), *shares, ctx.log)
         launch("softmax", "softmax_backward", grid, block, args, T=x.dtype)
         return (dx,)
 
@@ -105,8 +106,8 @@ class CrossEntropy(Function):
         require_float("cross_entropy", logits)
         rows, size = logits.shape
         losses, stats, loss = empty(rows, float32), empty((rows, 2), float32), empty((), float32)
-        grid, block, lanes = _cut(rows, size, 1)
-        args = (losses, stats, logits, labels, rows, size, lanes)
+        grid, block, shares = _cut(rows, size, 1, logits.itemsize)
+        args = (losses, stats, logits, labels, rows, size, *shares)
         launch("softmax", "cross_entropy", grid, block, args, T=logits.dtype)
         launch("softmax", "mean", 1, 256, (loss, losses, rows), T=logits.dtype)
         ctx.save(logits, labels, stats)
@@ -117,8 +118,8 @@ class CrossEntropy(Function):
         logits, labels, stats = ctx.saved
         rows, size = logits.shape
         dlogits, add = gradient_target(into[0], logits.shape, logits.dtype)
-        grid, block, lanes = _cut(rows, size, 1)
-        args = (dlogits, add, dout, logits, stats, labels, rows, size, lanes)
+        grid, block, shares = _cut(rows, size, 1, logits.itemsize)
+        args = (dlogits, add, dout, logits, stats, labels, rows, size, *shares)
         launch("softmax", "cross_entropy_backward", grid, block, args, T=logits.dtype)
         return dlogits, None
 
@@ -128,17 +129,23 @@ def _spans(x: Array, axis: int) -> tuple[int, int, int]:
     return math.prod(x.shape[:axis]), x.shape[axis], math.prod(x.shape[axis + 1 :])
 
 
-def _cut(outer: int, size: int, inner: int) -> tuple[int, tuple[int, int], int]:
-    """The blocks, a block's (columns, rows * lanes), and the lanes of a row.
+def _cut(outer: int, size: int, inner: int, itemsize: int) -> tuple[int, tuple[int, int], tuple[int, int]]:
+    """The blocks, a block's threads (columns, rows at once * lanes), and of a block the lanes of a row and the rows.
 
-    A lane has up to 8 elements of a row, of a long one up to 32, and more where a block has too few threads. Where they
-    are not adjacent, adjacent threads have adjacent rows.
+    A block of short rows has as many as fit its shared memory, if there are blocks enough for the GPU. A lane has up to
+    8 elements of a row, of a long one up to 32, and more where a block has too few threads. Where they are not
+    adjacent, adjacent threads have adjacent rows.
     """
     columns = min(32, _power_of_two(inner))
     few, many = (_power_of_two(blocks(size, each)) for each in (8, 32))
-    lanes = min(max(min(few, 256), many), 1024 // columns)
-    rows = max(1, 256 // (columns * lanes))
-    return blocks(outer, rows) * blocks(inner, columns), (columns, rows * lanes), lanes
+    staged = 16384 // itemsize
+    short = inner == 1 and size <= staged // 8
+    lanes = min(few, 32) if short else min(max(min(few, 256), many), 1024 // columns)
+    rows = at_once = max(1, 256 // (columns * lanes))
+    most = staged // size // at_once * at_once
+    if short and blocks(outer, most) >= 4 * multiprocessors():
+        rows = most
+    return blocks(outer, rows) * blocks(inner, columns), (columns, at_once * lanes), (lanes, rows)
 
 
 def _power_of_two(n: int) -> int:
