@@ -54,8 +54,7 @@ def _restated(restate: Callable[[Operands, Problem], restated.Restated]) -> Call
     def run(given: Operands, offer: Offer, p: Problem) -> None:
         again = restate(given, p)
         passes: dict[str, Callable[..., Any]] = {FPROP: fprop, DGRAD: dgrad, WGRAD: wgrad}
-        passes[p.direction](again.given, *again.steps)
-        again.finish()
+        again.run(passes[p.direction], *again.steps)
 
     return run
 
@@ -95,6 +94,14 @@ CONVOLUTION = Table(
         "1x1 of stride 1 and one source, by the table of linear layers; not if conv2d writes the wanted statistics"),
     Row("matmul, shape.copy", ANY, matrices.offer_windows, matrices.run_windows,
         "dgrad if the windows of its result do not overlap and cover it; adds only a bias"),
+    Row("shape.copy, channels, sm90", SM90, restated.offer_channels(portable.microseconds, windows_sm90.otherwise),
+        _restated(restated.whole_channels),
+        "16-bit images of other channels than multiples of 8, as a convolution by this table with channels of zeros; "
+        "adds bias, embedding and addend; not with two sources or an upsampled input; declines where conv2d is "
+        "estimated to take less time without copies"),
+    Row("shape.copy, channels", ANY, restated.offer_channels(portable.microseconds, portable.microseconds),
+        _restated(restated.whole_channels),
+        "the same, where conv2d is estimated to gain more by aligned pixels than the copies take"),
     Row("conv2d", ANY, portable.offer, portable.run,
         "all; adds bias, embedding and addend; takes two sources and an upsampled input; fprop writes statistics "
         "unless ReLU follows, dgrad does a norm's backward if nothing is added, both only if each warp's rows are of "
