@@ -9,6 +9,7 @@ from cudiff.cuda.kernels.convolution.problem import DGRAD, FPROP, WGRAD, Fusion,
 from cudiff.cuda.kernels.convolution.table import CONVOLUTION
 from cudiff.ops.conv2d import conv1d, conv2d
 from cudiff.ops.norm_silu_conv2d import norm_silu_conv2d
+from cudiff.tensor import Tensor
 from tests.check import check_op
 from tests.host import forget
 from tests.ops.test_conv2d import torch_conv2d
@@ -32,7 +33,7 @@ DILATED = [
 def always(monkeypatch):
     """Convolutions of any size are restated: copies are taken to cost nothing."""
     forget()
-    monkeypatch.setattr(grouped, "FLOPS", 1.0)
+    monkeypatch.setattr(grouped, "microseconds", lambda p: 1e9)
     for name in ("extended_microseconds", "move_microseconds"):
         monkeypatch.setattr(restated, name, lambda shape, dtype: -1e6)
     yield
@@ -138,3 +139,58 @@ def test_channels_of_other_fusions_are_left(wanted):
     if wanted == Fusion.SECOND_SOURCE:
         asked = asked._replace(x=Image((64, 32, 32, 50), LOW), x2=Image((64, 32, 32, 50), LOW))
     assert not CONVOLUTION.select(asked, "sm_90a").row.name.startswith("shape.copy")
+
+
+# (N, H, W, C), (K, R, S), stride, padding, groups
+BUNDLED = [
+    ((2, 8, 8, 64), (64, 3, 3), 1, 1, 8),
+    ((1, 9, 7, 48), (24, 3, 3), 1, 1, 3),
+    ((2, 5, 8, 16), (80, 1, 1), 1, 0, 8),
+    ((3, 9, 8, 64), (128, 3, 3), 2, 1, 4),
+    ((1, 6, 5, 24), (72, 2, 3), 1, (1, 0), 3),
+    ((1, 4, 6, 128), (128, 3, 3), 1, 1, 2),
+]
+
+
+@pytest.mark.parametrize("x, kernel, stride, padding, groups", BUNDLED, ids=str)
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_groups(device, rng, always, x, kernel, stride, padding, groups, with_bias):
+    arrays = [rng.standard_normal(x), rng.standard_normal((*kernel, x[3] // groups))]
+    arrays.append(rng.standard_normal(kernel[0]) if with_bias else None)
+    steps = dict(stride=stride, padding=padding, groups=groups)
+    check_op(lambda *t: conv2d(*t, **steps), *arrays, device=device, fp32_inputs=(2,),
+             torch_fn=torch_conv2d(stride, padding, 1, groups), dtypes=("bfloat16", "float16"))
+
+
+BUNDLES = "conv2d_sm90, gemm_sm90, conv2d_wgrad_sm90, of bundles"
+
+
+@pytest.mark.parametrize("direction", [FPROP, DGRAD, WGRAD])
+@pytest.mark.parametrize("images, side, channels, groups, bundle", [
+    (64, 32, 256, 32, 8), (64, 33, 256, 32, 8), (64, 56, 128, 32, 16), (64, 32, 256, 4, 1), (64, 32, 256, 2, 1),
+    (64, 32, 128, 64, 32), (1, 3, 16, 2, None), (1, 6, 16, 4, None), (64, 32, 100, 2, None), (64, 32, 33, 3, None),
+])
+def test_which_groups(direction, images, side, channels, groups, bundle):
+    asked = problem(direction, (images, side, side, channels), (channels, 3, 3, channels // groups), (1, 1), (1, 1),
+                    groups=groups)
+    assert CONVOLUTION.select(asked, "sm_80").row.name == "conv2d_grouped"
+    chosen = CONVOLUTION.select(asked, "sm_90a")
+    assert chosen.row.name == ("conv2d_grouped" if bundle is None else BUNDLES)
+    assert bundle is None or chosen.offer.plan.groups == bundle
+
+
+def test_float32_and_dilated_groups_are_not_bundled():
+    x, weight = (64, 32, 32, 256), (256, 3, 3, 8)
+    for more in (dict(dtype=np.dtype(np.float32)), dict(dtype=np.dtype(np.float32), products=3), dict(dilation=(2, 1))):
+        asked = problem(FPROP, x, weight, groups=32, **{"padding": (1, 1), "dilation": (1, 1), **more})
+        assert CONVOLUTION.select(asked, "sm_90a").row.name == "conv2d_grouped"
+
+
+def test_weights_of_bundles_have_one_launch(host_of):
+    host = host_of(True)
+    x = Tensor(host.zeros((64, 32, 32, 256), bfloat16))
+    weight = Tensor(host.zeros((256, 3, 3, 8), np.float32), requires_grad=True)
+    out = conv2d(x, weight, padding=1, groups=32)
+    host.launches.clear()
+    out.backward(host.zeros(out.shape, bfloat16))
+    assert [name for name, _ in host.launches].count("conv2d_wgrad_sm90") == 1

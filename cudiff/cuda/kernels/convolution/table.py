@@ -10,6 +10,7 @@ import numpy as np
 from cudiff.backend import Array, float32
 from cudiff.cuda.device import current_target
 from cudiff.cuda.kernels.convolution import (
+    bundles_sm90,
     few_channels,
     grouped,
     matrices,
@@ -63,6 +64,10 @@ CONVOLUTION = Table(
     "convolution",
     Row("conv2d_depthwise", ANY, grouped.offer_depthwise, grouped.run_depthwise,
         "a group for each channel, kernels of up to 8 a side; adds a bias and an addend"),
+    Row("conv2d_sm90, gemm_sm90, conv2d_wgrad_sm90, of bundles", SM90, bundles_sm90.offer, bundles_sm90.run,
+        "16 bits, groups without dilation, pixels at multiples of 16 bytes, as convolutions of bundles of groups by "
+        "weights with zeros between groups; adds a bias and an addend; declines if conv2d_grouped is estimated to take "
+        "less time"),
     Row("shape.copy, undilated", ANY, restated.offer_dilated, _restated(restated.undilated),
         "dilation with stride 1 and without groups, as a convolution by this table of the images of every d-th pixel; "
         "adds a bias and an addend; declines if conv2d_grouped is estimated to take less time than copies and conv2d"),
