@@ -194,3 +194,52 @@ def test_weights_of_bundles_have_one_launch(host_of):
     host.launches.clear()
     out.backward(host.zeros(out.shape, bfloat16))
     assert [name for name, _ in host.launches].count("conv2d_wgrad_sm90") == 1
+
+
+# (N, H, W, C), (K, R, S), stride, padding
+FOLDED = [
+    ((2, 12, 10, 3), (16, 7, 7), 2, 3),
+    ((1, 9, 8, 1), (9, 3, 2), (2, 3), (1, 0)),
+    ((2, 16, 16, 3), (24, 4, 4), 4, 0),
+    ((1, 9, 9, 3), (8, 2, 2), 4, 0),
+    ((1, 6, 7, 2), (64, 1, 5), (1, 2), (2, 1)),
+]
+
+
+@pytest.mark.parametrize("x, kernel, stride, padding", FOLDED, ids=str)
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_strides_from_few_channels(device, rng, always, x, kernel, stride, padding, with_bias):
+    arrays = [rng.standard_normal(x), rng.standard_normal((*kernel, x[3]))]
+    arrays.append(rng.standard_normal(kernel[0]) if with_bias else None)
+    check_op(lambda *t: conv2d(*t, stride=stride, padding=padding), *arrays, device=device, fp32_inputs=(2,),
+             torch_fn=torch_conv2d(stride, padding), dtypes=("float32", "bfloat16", "float16"))
+
+
+def strided(direction, x, outputs, kernel, stride, padding, dtype=LOW):
+    out = (x[1] + 2 * padding - kernel) // stride + 1
+    weight = Weight((outputs, kernel, kernel, x[3]))
+    x, out = Image(x, dtype), Image((x[0], out, out, outputs), dtype)
+    x, out = (out, x) if direction == DGRAD else (x, out)
+    return Problem(direction, x, weight, out, (stride,) * 2, (padding,) * 2, 1 if dtype == LOW else 3)
+
+
+@pytest.mark.parametrize("direction", [FPROP, DGRAD, WGRAD])
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("x, outputs, kernel, stride, padding, folds", [
+    ((64, 224, 224, 3), 64, 7, 2, 3, True), ((64, 223, 223, 3), 64, 7, 2, 3, True),
+    ((64, 224, 224, 1), 64, 7, 2, 3, True), ((64, 224, 224, 3), 768, 16, 16, 0, True),
+    ((64, 224, 224, 8), 64, 7, 2, 3, False), ((64, 224, 224, 3), 64, 7, 1, 3, False),
+    ((1, 5, 5, 3), 8, 3, 2, 1, False),
+])
+def test_which_strides(direction, architecture, x, outputs, kernel, stride, padding, folds):
+    asked = strided(direction, x, outputs, kernel, stride, padding)
+    if direction == DGRAD and kernel == stride:  # without overlap: windows are copied once
+        folds = False
+    assert (CONVOLUTION.select(asked, architecture).row.name == "shape.copy, folded") == folds
+
+
+def test_strides_that_leave_pixels_out_are_not_folded_for_their_gradient():
+    asked = strided(DGRAD, (64, 225, 225, 3), 64, 2, 4, 0)
+    assert CONVOLUTION.select(asked, "sm_90a").row.name == "conv2d"
+    whole = strided(DGRAD, (64, 224, 224, 3), 64, 7, 2, 3, np.dtype(np.float32))
+    assert CONVOLUTION.select(whole, "sm_90a").row.name == "shape.copy, folded"

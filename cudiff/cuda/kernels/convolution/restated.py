@@ -6,6 +6,9 @@ are put together again.
 
 16-bit images whose channels are no multiple of 8, so that pixels do not start at multiples of 16 bytes, get channels of
 zeros. Without these Hopper's kernels take none, and the portable ones load each element by itself.
+
+A convolution of stride s from a few channels is one of stride 1 from s² times as many: each s × s pixels become one. Of
+the input's gradient no tap falls between the pixels then, and a tile's columns are s² channels.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from cudiff.cuda.kernels.convolution import grouped, portable
 from cudiff.cuda.kernels.convolution.problem import (
     DGRAD,
     EPILOGUE,
+    FPROP,
     LONGEST,
     WGRAD,
     Fusion,
@@ -27,8 +31,9 @@ from cudiff.cuda.kernels.convolution.problem import (
     Operands,
     Pair,
     Problem,
+    Weight,
 )
-from cudiff.cuda.kernels.shape import extended, extended_microseconds, move, move_microseconds, padded, wide
+from cudiff.cuda.kernels.shape import extended, extended_microseconds, move, move_microseconds, padded, wide, zeros
 from cudiff.cuda.launch import blocks, empty
 from cudiff.cuda.select import Offer
 
@@ -203,3 +208,90 @@ def whole_channels(given: Operands, p: Problem) -> Restated:
 
 def _extended(array: Array, image: Image) -> Array:
     return array if image.rows_aligned else extended(array, (*array.shape[:-1], _whole(array.shape[-1])))
+
+
+def offer_folded(p: Problem) -> Offer | None:
+    """Serves strides, from pixels of less than 16 bytes, where the copies and conv2d.cu of stride 1 are estimated to
+    take less time than conv2d.cu. A faster kernel may run then. For the input's gradient the windows must reach each
+    pixel."""
+    few, backward = p.weight.shape[3], p.direction == DGRAD
+    if p.stride == (1, 1) or p.groups > 1 or p.dilation != (1, 1) or few * p.x.dtype.itemsize >= 16:
+        return None
+    left = {Fusion.SECOND_SOURCE, Fusion.UPSAMPLE, Fusion.CAST} | ({Fusion.BIAS, Fusion.EMB} if backward else set())
+    if p.wanted & left or min(p.x.size, p.out.size) == 0:
+        return None
+    again, x = _folded(p), p.out if backward else p.x
+    image = again.out if backward else again.x
+    size = [length * step for length, step in zip(image.shape[1:3], p.stride, strict=True)]
+    reached = all(length >= own + before for length, own, before in zip(size, x.shape[1:3], p.padding, strict=True))
+    if (backward and not reached) or max(image.size, x.size) >= 2**31:
+        return None
+    passes = 2 if backward and Fusion.ADDEND in p.wanted else 1
+    copies = passes * (extended_microseconds(x.shape, x.dtype) + extended_microseconds(image.shape, x.dtype))
+    copies += 2 * extended_microseconds(again.weight.shape, float32)
+    fused = p.wanted & EPILOGUE
+    gains = copies + portable.microseconds(again) < portable.microseconds(p)
+    return Offer(fused) if gains else None
+
+
+def _folded(p: Problem) -> Problem:
+    """The convolution of stride 1."""
+    (k, *kernel, c), (down, across) = p.weight.shape, p.stride
+    x, out = (p.out, p.x) if p.direction == DGRAD else (p.x, p.out)
+    pack = 16 // x.dtype.itemsize
+    channels = blocks(down * across * c, pack) * pack
+    taps = [blocks(length, step) for length, step in zip(kernel, p.stride, strict=True)]
+    size = [length + tap - 1 for length, tap in zip(out.shape[1:3], taps, strict=True)]
+    again = p._replace(weight=Weight((k, *taps, channels)), stride=(1, 1), padding=(0, 0), norm=(), skip=(),
+                       skip_weight=None, wanted=p.wanted & EPILOGUE)
+    image = Image((x.shape[0], *size, channels), x.dtype)
+    return again._replace(out=image) if p.direction == DGRAD else again._replace(x=image)
+
+
+def folded(given: Operands, p: Problem) -> Restated:
+    again, weight, none = _folded(p), given.weight, (0, 0)
+    steps = again.stride, again.padding, again.dilation, again.groups
+    if p.direction == WGRAD:
+        dweight = empty(again.weight.shape, float32)
+        one = Operands(_fold(given.x, p.stride, p.padding, again.x.shape), dweight, given.out)
+        return Restated(one, lambda: _unfold(dweight, p.stride, none, weight, given.add), steps)
+    weight = _fold(weight, p.stride, none, again.weight.shape)
+    if p.direction == FPROP:
+        x = _fold(given.x, p.stride, p.padding, again.x.shape)
+        return Restated(given._replace(x=x, weight=weight), None, steps)
+    addend = given.epilogue.addend
+    if addend is None:
+        result = empty(again.out.shape, given.out.dtype)
+    else:
+        result = addend = _fold(addend, p.stride, p.padding, again.out.shape)
+    one = Operands(given.x, weight, result, given.epilogue._replace(addend=addend))
+    return Restated(one, lambda: _unfold(result, p.stride, p.padding, given.out), steps)
+
+
+def _fold(array: Array, stride: Pair, before: Pair, shape: tuple[int, ...]) -> Array:
+    """An image, or a weight, whose pixels are s_h × s_w pixels of `array` (N, H, W, C) among zeros: `before` of them
+    come before its first row and column. It has this shape (N, H', W', C'), and zeros from channel s_h · s_w · C on."""
+    (n, height, width, c), (_, rows, columns, _) = array.shape, shape
+    whole = zeros((n, rows * stride[0], columns * stride[1], c), array.dtype)
+    inside = whole[:, before[0] : before[0] + height, before[1] : before[1] + width]
+    move(*wide(inside, array[:, : inside.shape[1], : inside.shape[2]]))
+    out = zeros(shape, array.dtype)
+    view = _pixels(out, stride, c)
+    move(*wide(view, whole.reshape(view.shape)))
+    return out
+
+
+def _unfold(folded: Array, stride: Pair, before: Pair, out: Array, add: bool = False) -> None:
+    """out = or, with `add`, += what `_fold` would make `folded` of."""
+    (n, height, width, c), (_, rows, columns, _) = out.shape, folded.shape
+    whole, view = empty((n, rows * stride[0], columns * stride[1], c), out.dtype), _pixels(folded, stride, c)
+    move(*wide(whole.reshape(view.shape), view))
+    inside = whole[:, before[0] : before[0] + height, before[1] : before[1] + width]
+    move(out, inside, add)
+
+
+def _pixels(folded: Array, stride: Pair, channels: int) -> Array:
+    """The view (N, H', s_h, W', s_w · C) of a folded image: its pixels in the order in which they lie in the image."""
+    n, rows, columns, _ = folded.shape
+    pixels = folded[..., : stride[0] * stride[1] * channels]
+    return pixels.reshape(n, rows, columns, stride[0], stride[1] * channels).transpose(0, 1, 3, 2, 4)

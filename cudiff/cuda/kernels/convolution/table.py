@@ -91,14 +91,18 @@ CONVOLUTION = Table(
     Row("conv2d_wgrad_sm90, conv2d_wgrad_tf32_sm90", SM90, wgrad_sm90.offer, wgrad_sm90.run,
         "wgrad of such convolutions, any number of channels; 16-bit also two sources, or an upsampled input if shared "
         "memory has room; tf32 only of square kernels"),
+    Row("matmul, shape.copy", ANY, matrices.offer_windows, matrices.run_windows,
+        "dgrad if the windows of its result do not overlap and cover it; adds only a bias"),
+    Row("shape.copy, folded", ANY, restated.offer_folded, _restated(restated.folded),
+        "strides, from pixels of less than 16 bytes, as a convolution of stride 1 by this table, in which each s x s "
+        "pixels are one; adds bias, embedding and addend, in dgrad only an addend; declines if conv2d is estimated to "
+        "take less time without copies"),
     Row("matmul, exact", SM90, _without_statistics(matrices.offer_pixels), matrices.run_pixels,
         "1x1 fprop of float32; writes no statistics: without them the norm takes one pass, which is a little faster"),
     Row("conv2d, exact", SM90, _without_statistics(portable.offer), portable.run,
         "fprop of float32; writes no statistics, for the same reason"),
     Row("matmul", ANY, matrices.offer_pixels, matrices.run_pixels,
         "1x1 of stride 1 and one source, by the table of linear layers; not if conv2d writes the wanted statistics"),
-    Row("matmul, shape.copy", ANY, matrices.offer_windows, matrices.run_windows,
-        "dgrad if the windows of its result do not overlap and cover it; adds only a bias"),
     Row("shape.copy, channels, sm90", SM90, restated.offer_channels(portable.microseconds, windows_sm90.otherwise),
         _restated(restated.whole_channels),
         "16-bit images of other channels than multiples of 8, as a convolution by this table with channels of zeros; "
