@@ -14,6 +14,7 @@ from cudiff.cuda.select import Offer
 from cudiff.cuda.sums import add_parts
 
 LARGEST = 8  # side of a depthwise kernel, at most: wgrad's threads keep the sums of a row of taps in registers
+RUN = 4  # results side by side of a thread of conv2d_depthwise.cu
 DEPTH = 16  # of a tile of conv2d_grouped.cu, its BK
 FLOPS = {64: 10e6, 16: 3.6e6}
 """Of conv2d_grouped.cu in a microsecond, by a tile's columns. All passes of 3x3 convolutions of 64 images of 32 x 32
@@ -41,13 +42,14 @@ def run_depthwise(given: Operands, offer: Offer, p: Problem) -> None:
     pack = 16 // image.itemsize if aligned(image, p.groups) and aligned(out) else 1
     lanes = min(32, p.groups // pack)
     across = blocks(p.groups, lanes * pack)
-    constants = {"T": image.dtype, "VEC": int(pack > 1), "ROWS": rows, "COLUMNS": columns}
+    side_by_side = RUN if p.stride[1] == p.dilation[1] == 1 else 1
+    constants = {"T": image.dtype, "VEC": int(pack > 1), "ROWS": rows, "COLUMNS": columns, "RUN": side_by_side}
     n, height, width, _ = out.shape  # in wgrad out is dout
-    block = lanes, min(256 // lanes, max(1, width))
+    block = lanes, min(256 // lanes, blocks(width, side_by_side))
     if p.direction == WGRAD:
         lines = blocks(n * height, blocks(8 * multiprocessors(), across * rows))
         parts = empty((blocks(n * height, lines), *weight.shape), float32)
-        launch("conv2d_depthwise", "wgrad", (len(parts), across, rows), block, (parts, out, image, lines, _sizes(p)),
+        launch("conv2d_depthwise", "wgrad", (rows, across, len(parts)), block, (parts, out, image, lines, _sizes(p)),
                **constants)
         add_parts(parts, weight, given.add)
     else:
