@@ -60,13 +60,13 @@ def move(out: Array, x: Array, accumulate: bool = False) -> None:
 
 def move_microseconds(shape: Sequence[int], dtype: np.dtype) -> float:
     """Estimated microseconds of a `move` of this shape: of its bytes, or of packs or elements if those are slower."""
-    count = math.prod(shape)
-    units = count if shape[-1] * dtype.itemsize % 16 else count * dtype.itemsize // 16
-    return 2 + max(2 * count * dtype.itemsize / MOVED_BYTES, units / MOVED_UNITS)
+    size = math.prod(shape) * dtype.itemsize
+    unit = math.gcd(16, shape[-1] * dtype.itemsize)
+    return 2 + max(2 * size / MOVED_BYTES, size / unit / MOVED_UNITS)
 
 
-def padded_microseconds(shape: Sequence[int], dtype: np.dtype) -> float:
-    """Estimated microseconds of `padded` for an array of this shape: of zeros, and of a `move`."""
+def extended_microseconds(shape: Sequence[int], dtype: np.dtype) -> float:
+    """Estimated microseconds of `extended` for an array of this shape: of zeros, and of a `move`."""
     return 2 + math.prod(shape) * dtype.itemsize / MOVED_BYTES + move_microseconds(shape, dtype)
 
 
@@ -114,6 +114,16 @@ def _in_packs(sizes: tuple[int, ...], strides: Sequence[tuple[int, ...]], out: A
     )
 
 
+def wide(out: Array, x: Array) -> tuple[Array, Array]:
+    """Both views, of one dtype and shape, as ones of 8 or 4 bytes an element where they consist of these: fewer for
+    `move` to find. Packs of 16 bytes it finds itself."""
+    lengths = [out.shape[-1] * out.itemsize, *(n for view in (out, x) for n in (view.data.ptr, *view.strides[:-1]))]
+    unit = math.gcd(16, *lengths)
+    if unit not in (4, 8) or unit <= out.itemsize or any(view.strides[-1] != view.itemsize for view in (out, x)):
+        return out, x
+    return out.view(_UNITS[unit]), x.view(_UNITS[unit])
+
+
 def contiguous(view: Array) -> Array:
     """A contiguous copy of a strided CuPy view."""
     out = empty(view.shape, view.dtype)
@@ -157,6 +167,13 @@ def padded(x: Array, widths: Sequence[tuple[int, int]]) -> Array:
     """A copy of x with a border of zeros. widths: (before, after) for each axis."""
     out = zeros(tuple(sum(w) + size for w, size in zip(widths, x.shape, strict=True)), x.dtype)
     move(out[region(x.shape, widths)], x)
+    return out
+
+
+def extended(x: Array, shape: tuple[int, ...]) -> Array:
+    """A copy of x of this shape, with zeros behind it along each axis."""
+    out = zeros(shape, x.dtype)
+    move(*wide(out[tuple([slice(length) for length in x.shape])], x))
     return out
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from cudiff.backend import Array, float32, is_low
 from cudiff.cuda.kernels.gemm.matmul import microseconds
 from cudiff.cuda.kernels.gemm.problem import Matrix, Product
-from cudiff.cuda.kernels.shape import move_microseconds, padded, padded_microseconds
+from cudiff.cuda.kernels.shape import extended, extended_microseconds, move_microseconds
 from cudiff.cuda.launch import blocks, empty
 from cudiff.cuda.select import Offer
 
@@ -40,7 +40,7 @@ def offer_copies(estimate: Callable[[Product], float]) -> Callable[[Product], Of
             return None
         again = whole_product(p)
         read = [own for own, other in ((p.a, again.a), (p.b, again.b), (p.out, again.out)) if own != other]
-        copies = sum(padded_microseconds(own.shape, own.dtype) for own in read if own is not p.out or p.add)
+        copies = sum(extended_microseconds(own.shape, own.dtype) for own in read if own is not p.out or p.add)
         if p.out != again.out:
             copies += move_microseconds(p.out.shape, p.out.dtype)
         return Offer(plan=again) if copies > 0 and copies + estimate(again) < microseconds(p) else None
@@ -54,4 +54,4 @@ def whole(matrix: Array, own: Matrix, other: Matrix, read: bool = True) -> Array
         return matrix
     if not read:
         return empty(other.shape, other.dtype)
-    return padded(matrix, [(0, more - length) for length, more in zip(own.shape, other.shape, strict=True)])
+    return extended(matrix, other.shape)
