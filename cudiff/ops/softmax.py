@@ -26,7 +26,7 @@ from cudiff.ops.cast import (
 )
 from cudiff.ops.compare import equal, not_equal
 from cudiff.ops.order import OneHot
-from cudiff.ops.reduce import normalize_axis, sum
+from cudiff.ops.reduce import normalize_axis, power_of_two, sum
 from cudiff.ops.shape import expand_dims
 from cudiff.tensor import Tensor
 
@@ -130,15 +130,11 @@ def _cut(outer: int, size: int, inner: int) -> tuple[int, tuple[int, int, int]]:
     A lane has up to 8 elements of a row, of a long one up to 32, and more where a block has too few threads. Where they
     are not adjacent, adjacent threads have adjacent rows.
     """
-    columns = min(32, _power_of_two(inner))
-    few, many = (_power_of_two(blocks(size, each)) for each in (8, 32))
+    columns = min(32, power_of_two(inner))
+    few, many = (power_of_two(blocks(size, each)) for each in (8, 32))
     lanes = min(max(min(few, 256), many), 1024 // columns)
     rows = max(1, 256 // (columns * lanes))
     return blocks(outer, rows) * blocks(inner, columns), (columns, lanes, rows)
-
-
-def _power_of_two(n: int) -> int:
-    return 1 << (n - 1).bit_length()
 
 
 def softmax(x: Any, axis: int = -1) -> Tensor:
