@@ -24,7 +24,7 @@ UNARY = {
 }
 UNARY |= {
     "clip": lambda x: ops.clip(x, 0.0, 1.0), "sum over one axis": lambda x: ops.sum(x, 1),
-    "prod": lambda x: ops.prod(x.detach()), "argmax": ops.argmax,
+    "prod": lambda x: ops.prod(x.detach()), "argmax": ops.argmax, "cumsum": ops.cumsum,
     "getitem": lambda x: x[[0, 1]], "long index": lambda x: x[np.zeros(5000, int)],
     "sorted index": lambda x: ops.repeat(x, 1 << 11, 1).flatten()[np.zeros((1 << 21) + 1, int)],
     "at": lambda x: x.at[[0, 1]].set(1), "mask": lambda x: x[[True, False, True, True]],
@@ -52,6 +52,7 @@ CHOSEN = {  # for kernels that the others do not need: shapes of operands, and t
     "wide norm": (((2, 4, 4096), (4096,), (4096,)), lambda x, w, b: ops.group_norm(x, w, b, num_groups=4)),
     "norm": (((2, 16, 16, 64), (64,), (64,)), lambda x, w, b: ops.group_norm(x, w, b, num_groups=8)),
     "linear": (((1000, 512), (1024, 512)), ops.linear),
+    "huber": (((4, 16), (4, 16)), ops.huber),
     "tanh-GELU": (((4, 16),), lambda x: ops.gelu(x, approximate="tanh")),
     "mlp": (((8, 16), (32, 16), (32,), (16, 32), (16,)), ops.mlp),
     **{f"mlp by {name}": (((8, 16), (32, 16), (32,), (16, 32), (16,)), functools.partial(ops.mlp, activation=name))

@@ -1,4 +1,5 @@
-"""Positions of extremes, sorting, quantiles, counts, cumulative sums and products; on a GPU by CuPy's own kernels."""
+"""Positions of extremes, sorting, quantiles, counts, cumulative sums and products; what sorts, on a GPU by CuPy's own
+kernels."""
 
 from __future__ import annotations
 
@@ -10,16 +11,16 @@ from typing import Any
 
 import numpy as np
 
-from cudiff import backend
-from cudiff.backend import Array, array_module, device_of, float32, int32, is_capturing, is_float
+from cudiff.backend import Array, array_module, float32, int32, int64, is_capturing, is_float
+from cudiff.cuda.launch import blocks, empty, launch
 from cudiff.errors import CudiffError
 from cudiff.function import Function
 from cudiff.ops.arithmetic import where
-from cudiff.ops.cast import as_index, as_tensor, as_tensors, as_wide, astype
+from cudiff.ops.cast import as_index, as_tensor, as_tensors, as_wide, astype, downcast, upcast
 from cudiff.ops.compare import isnan, not_equal
 from cudiff.ops.create import zeros
 from cudiff.ops.index import Pick, along, getitem, located
-from cudiff.ops.reduce import Axis, max, min, normalize_axes, normalize_axis, position, product
+from cudiff.ops.reduce import Axis, max, min, normalize_axes, normalize_axis, position, power_of_two, product
 from cudiff.ops.reduce import sum as total
 from cudiff.ops.shape import concatenate, flatten, reshape, stack, transpose
 from cudiff.tensor import Tensor, grad_enabled
@@ -52,15 +53,49 @@ class CumSum(Function):
     @staticmethod
     def forward_numpy(ctx, x, axis):
         ctx.axis = axis
-        return backend.cumsum(x, axis)
+        return downcast(np.cumsum(upcast(x), axis), x.dtype)
 
     @staticmethod
     def backward_numpy(ctx, dout, needs, into):
-        module = array_module(device_of(dout))
-        sums = backend.cumsum(module.flip(dout, ctx.axis), ctx.axis)
-        return (module.ascontiguousarray(module.flip(sums, ctx.axis)),)
+        sums = np.cumsum(np.flip(upcast(dout), ctx.axis), ctx.axis)
+        return (downcast(np.ascontiguousarray(np.flip(sums, ctx.axis)), dout.dtype),)
 
-    forward_cuda, backward_cuda = forward_numpy, backward_numpy
+    @staticmethod
+    def forward_cuda(ctx, x, axis):
+        ctx.axis = axis
+        return _cumulative(x, axis)
+
+    @staticmethod
+    def backward_cuda(ctx, dout, needs, into):
+        return (_cumulative(dout, ctx.axis, reverse=True),)
+
+
+def _cumulative(x: Array, axis: int, reverse: bool = False) -> Array:
+    """The cumulative sums of a CuPy array along `axis`, or those from its end."""
+    out = empty(x.shape, x.dtype)
+    if not x.size:
+        return out
+    outer, count, inner = math.prod(x.shape[:axis]), x.shape[axis], math.prod(x.shape[axis + 1 :])
+    columns = builtins.min(32, power_of_two(inner))
+    most = 128 if inner == 1 and count > 128 else 16
+    lanes = builtins.min(most, power_of_two(blocks(count, 8)))
+    rows = builtins.min(builtins.max(1, 256 // (columns * lanes)), power_of_two(outer))
+    block, tile = (columns, lanes, rows), 8 * lanes
+    grid, parts, before = blocks(outer, rows) * blocks(inner, columns), 1, None
+    if grid < 132:  # too few blocks: they sum parts of the axis, and then begin with the sums of those before
+        parts = builtins.max(1, builtins.min(blocks(count, 4 * tile), (1 << 18) // math.prod(block) // grid))
+    sizes = tuple(map(np.int64, (outer, count, inner, blocks(count, parts))))
+
+    def run(out: Array | None, before: Array | None, sums: Array | None) -> None:
+        args = (x, out, before, sums, reverse, *sizes)
+        launch("reduce", "cumsum", (grid, parts), block, args, T=x.dtype, OUT=x.dtype, VEC=0)
+
+    if parts > 1:
+        sums = empty((outer, parts, inner), float32 if is_float(x.dtype) else int64)
+        run(None, None, sums)
+        before = _cumulative(sums, 1)
+    run(out, before, None)
+    return out
 
 
 class OneHot(Function):
@@ -281,9 +316,7 @@ def cumsum(x: Any, axis: int | None = None) -> Tensor:
     """
     x = as_tensor(x)
     x, axis = (flatten(x), 0) if axis is None else (x, normalize_axis(axis, x.ndim))
-    if not is_float(x.dtype):
-        return CumSum.apply(astype(x, "int64"), axis=axis)
-    return astype(CumSum.apply(*as_wide(x), axis=axis), x.dtype)
+    return CumSum.apply(x if is_float(x.dtype) else astype(x, "int64"), axis=axis)
 
 
 def one_hot(labels: Any, num_classes: int, dtype: Any = np.float32) -> Tensor:

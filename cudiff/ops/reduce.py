@@ -116,7 +116,8 @@ def _span(shape: tuple[int, ...], run: tuple[int, ...]) -> tuple[int, int, int]:
     return math.prod(shape[:first]), math.prod(shape[first:stop]), math.prod(shape[stop:])
 
 
-def _power_of_two(n: int) -> int:
+def power_of_two(n: int) -> int:
+    """The smallest power of two that is not below n, 1 for 0."""
     return 1 << builtins.max(n - 1, 0).bit_length()
 
 
@@ -155,9 +156,9 @@ def _cut(outer: int, count: int, inner: int, pack: int) -> tuple[tuple[int, int]
 
     pack: the columns that a thread reads at once.
     """
-    columns = builtins.min(32, _power_of_two(inner // pack))
-    lanes = builtins.min(256 // columns, _power_of_two(count))
-    rows = builtins.min(256 // (columns * lanes), _power_of_two(outer), 64)
+    columns = builtins.min(32, power_of_two(inner // pack))
+    lanes = builtins.min(256 // columns, power_of_two(count))
+    rows = builtins.min(256 // (columns * lanes), power_of_two(outer), 64)
     grid = blocks(outer, rows) * blocks(inner, columns * pack)
     chunk = blocks(count, builtins.min(blocks(1024, grid), blocks(count, 16 * lanes), 16 * lanes))
     return (grid, blocks(count, chunk)), (columns, lanes, rows), chunk

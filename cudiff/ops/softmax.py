@@ -27,7 +27,7 @@ from cudiff.ops.cast import (
 )
 from cudiff.ops.compare import equal, not_equal
 from cudiff.ops.order import OneHot
-from cudiff.ops.reduce import normalize_axis, sum
+from cudiff.ops.reduce import normalize_axis, power_of_two, sum
 from cudiff.ops.shape import expand_dims
 from cudiff.tensor import Tensor
 
@@ -136,8 +136,8 @@ def _cut(outer: int, size: int, inner: int, itemsize: int) -> tuple[int, tuple[i
     8 elements of a row, of a long one up to 32, and more where a block has too few threads. Where they are not
     adjacent, adjacent threads have adjacent rows.
     """
-    columns = min(32, _power_of_two(inner))
-    few, many = (_power_of_two(blocks(size, each)) for each in (8, 32))
+    columns = min(32, power_of_two(inner))
+    few, many = (power_of_two(blocks(size, each)) for each in (8, 32))
     staged = 16384 // itemsize
     short = inner == 1 and size <= staged // 8
     lanes = min(few, 32) if short else min(max(min(few, 256), many), 1024 // columns)
@@ -146,10 +146,6 @@ def _cut(outer: int, size: int, inner: int, itemsize: int) -> tuple[int, tuple[i
     if short and blocks(outer, most) >= 4 * multiprocessors():
         rows = most
     return blocks(outer, rows) * blocks(inner, columns), (columns, at_once * lanes), (lanes, rows)
-
-
-def _power_of_two(n: int) -> int:
-    return 1 << (n - 1).bit_length()
 
 
 def softmax(x: Any, axis: int = -1) -> Tensor:

@@ -16,6 +16,23 @@ def test_losses(name, torch_name, options, device, rng):
              torch_fn=lambda x, t: getattr(torch.nn.functional, torch_name)(x, t, **options))
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (3, 8), (4097,), (130, 65)])
+@pytest.mark.parametrize("delta", [0.5, 3.0])
+def test_huber(shape, delta, device, rng):
+    pred, target = 2 * rng.standard_normal(shape), rng.standard_normal(shape)
+    check_op(lambda x, t: cudiff.huber(x, t, delta), np.asarray(pred), np.asarray(target), device=device,
+             torch_fn=lambda x, t: torch.nn.functional.huber_loss(x, t, delta=delta))
+
+
+def test_hubers_gradient_beside_a_target_without_one(device):
+    pred = Tensor(np.float32([0, 3, -3, np.nan]), device=device, requires_grad=True)
+    for count in (1, 2):
+        cudiff.huber(pred, np.zeros(4, np.float32), 2).backward()
+        np.testing.assert_array_equal(Tensor(pred.grad).numpy(), count * np.float32([0, 0.5, -0.5, np.nan]))
+    with pytest.raises(ValueError, match=r"huber: mean over no elements of shape \(0,\)"):
+        cudiff.huber(pred[:0], pred[:0])
+
+
 @pytest.mark.parametrize("name, options", [
     ("leaky_relu", {}), ("leaky_relu", {"negative_slope": 0.3}), ("elu", {}), ("elu", {"alpha": 0.5}),
     ("gelu", {"approximate": "tanh"}), ("softplus", {}), ("softplus", {"beta": 2.5}),
