@@ -2,7 +2,8 @@
 
 Those kernels compute 64 channels at a time, and a group may have 8. The weight of a bundle is zero between its groups:
 products with these zeros take less time on tensor cores than conv2d_grouped.cu takes without them on FMA units. For
-Hopper's kernels the images of a bundle are views of some of the channels; for others they are copied.
+Hopper's kernels the images of a bundle are views of some of the channels; for others they are copied. What is not
+finite in one group makes NaN of its bundle's results: an infinity times zero is NaN.
 """
 
 from __future__ import annotations
