@@ -34,7 +34,7 @@ def always(monkeypatch):
     """Convolutions of any size are restated: copies are taken to cost nothing."""
     forget()
     monkeypatch.setattr(grouped, "microseconds", lambda p: 1e9)
-    for name in ("extended_microseconds", "move_microseconds"):
+    for name in ("fit_microseconds", "move_microseconds"):
         monkeypatch.setattr(restated, name, lambda shape, dtype: -1e6)
     yield
     forget()

@@ -16,7 +16,7 @@ from cudiff.backend import Array, float32, is_low
 from cudiff.cuda.deferred import deferred
 from cudiff.cuda.kernels.convolution import grouped, portable, sm90, wgrad_sm90, windows_sm90
 from cudiff.cuda.kernels.convolution.problem import LONGEST, WGRAD, Fusion, Image, Operands, Problem, Weight
-from cudiff.cuda.kernels.shape import extended_microseconds, move, move_microseconds, wide, zeros
+from cudiff.cuda.kernels.shape import move, move_microseconds, wide, zeros
 from cudiff.cuda.launch import empty
 from cudiff.cuda.select import Offer
 
@@ -58,7 +58,7 @@ def offer_copies(p: Problem) -> Offer | None:
 
 def _best(p: Problem, ways: Iterable[Bundles | None], copies: float) -> Offer | None:
     best = min([way for way in ways if way is not None], key=lambda way: way.microseconds, default=None)
-    weight = extended_microseconds(p.weight.shape, p.x.dtype)
+    weight = 2 * move_microseconds(p.weight.shape, p.x.dtype)
     if best is None or best.microseconds + copies + weight >= grouped.microseconds(p):
         return None
     return Offer(best.problem.wanted, best)
