@@ -5,6 +5,9 @@
 //                   and may be 0 or negative. 16-bit T are added in float.
 //   join            out (rows, pitch): from column `start` on, parts (rows, width of each) side by side. Units as above; fewer
 //                   than 2^32 of them are written.
+//   fit             out (batches, rows, columns), contiguous, from a multiple of 16 bytes on, = x (batches, own_rows, own_columns)
+//                   cut at the ends of rows and columns, or with zeros behind. x's rows lie `pitch` elements apart, its batches
+//                   `batch`. out has n elements, fewer than 2^31. A thread writes packs, whatever columns is.
 //   fill            out[i] = value
 //   take            rows of x by an index: out[i] = x[index[i]]
 //   scan_sums, sum_parts, sum_runs, last   scatter; see there
@@ -86,6 +89,27 @@ extern "C" __global__ void join(T* out, u32 rows, u32 pitch, u32 start, const __
 extern "C" __global__ void join_packed(uint4* out, u32 rows, u32 pitch, u32 start, const __grid_constant__ Parts parts) {
     wait_for_previous();
     join_parts(out, rows, pitch, start, parts);
+}
+
+extern "C" __global__ void fit(T* out, const T* x, u32 n, u32 rows, u32 columns, u32 own_rows, u32 own_columns, i64 pitch,
+                               i64 batch) {
+    wait_for_previous();
+    constexpr u32 SIZE = Pack<T>::SIZE;
+    for (u32 first = (blockIdx.x * blockDim.x + threadIdx.x) * SIZE; first < n; first += gridDim.x * blockDim.x * SIZE) {
+        u32 row = first / columns, column = first - row * columns, of = row / rows;
+        row -= of * rows;
+        const T* from = x + of * batch + row * pitch;
+        Pack<T> pack;
+#pragma unroll
+        for (u32 k = 0; k < SIZE; k++) {
+            pack.v[k] = row < own_rows && column < own_columns ? from[column] : T{};
+            if (++column < columns) continue;
+            column = 0, from += pitch;
+            if (++row == rows) row = 0, from = x + ++of * batch;
+        }
+        if (first + SIZE <= n) store_pack(out + first, pack);
+        else for (u32 k = 0; first + k < n; k++) out[first + k] = pack.v[k];
+    }
 }
 
 extern "C" __global__ void fill(T* out, float value, i64 n) {

@@ -34,7 +34,7 @@ def always(monkeypatch):
     """Convolutions of any size are restated: copies are taken to cost nothing."""
     forget()
     monkeypatch.setattr(grouped, "microseconds", lambda p: 1e9)
-    for name in ("extended_microseconds", "move_microseconds"):
+    for name in ("fit_microseconds", "move_microseconds"):
         monkeypatch.setattr(restated, name, lambda shape, dtype: -1e6)
     yield
     forget()
@@ -79,7 +79,7 @@ def test_other_strides_groups_and_long_sides_are_not_taken_apart():
     large = (64, 32, 32, 128)
     assert CONVOLUTION.select(problem(FPROP, large, (128, 3, 3, 128)), "sm_90a").row.name == COPIES
     for asked in (
-        problem(FPROP, large, (128, 3, 3, 64), groups=2), problem(FPROP, large, (128, 3, 3, 128), stride=(2, 1)),
+        problem(FPROP, large, (128, 3, 3, 128), stride=(2, 1)),
         problem(WGRAD, (1, 2, 70000, 64), (64, 3, 3, 64)),
     ):
         assert CONVOLUTION.select(asked, "sm_90a").row.name == "conv2d_grouped"
@@ -143,6 +143,7 @@ def test_channels_of_other_fusions_are_left(wanted):
 
 # (N, H, W, C), (K, R, S), stride, padding, groups
 BUNDLED = [
+    ((1, 9, 7, 12), (15, 3, 3), 1, 1, 3),
     ((2, 8, 8, 64), (64, 3, 3), 1, 1, 8),
     ((1, 9, 7, 48), (24, 3, 3), 1, 1, 3),
     ((2, 5, 8, 16), (80, 1, 1), 1, 0, 8),
@@ -159,31 +160,40 @@ def test_groups(device, rng, always, x, kernel, stride, padding, groups, with_bi
     arrays.append(rng.standard_normal(kernel[0]) if with_bias else None)
     steps = dict(stride=stride, padding=padding, groups=groups)
     check_op(lambda *t: conv2d(*t, **steps), *arrays, device=device, fp32_inputs=(2,),
-             torch_fn=torch_conv2d(stride, padding, 1, groups), dtypes=("bfloat16", "float16"))
+             torch_fn=torch_conv2d(stride, padding, 1, groups), dtypes=("float32", "bfloat16", "float16"))
 
 
-BUNDLES = "conv2d_sm90, gemm_sm90, conv2d_wgrad_sm90, of bundles"
+def test_groups_with_dilation(device, rng, always):
+    x, weight = rng.standard_normal((2, 6, 9, 32)), rng.standard_normal((16, 3, 3, 8))
+    check_op(lambda *t: conv2d(*t, padding=2, dilation=(2, 1), groups=4), x, weight, device=device,
+             torch_fn=torch_conv2d(1, 2, (2, 1), 4))
+
+
+VIEWS, COPIED = "conv2d_sm90, gemm_sm90, conv2d_wgrad_sm90, of bundles", "shape.copy, bundles"
 
 
 @pytest.mark.parametrize("direction", [FPROP, DGRAD, WGRAD])
 @pytest.mark.parametrize("images, side, channels, groups, bundle", [
     (64, 32, 256, 32, 8), (64, 33, 256, 32, 8), (64, 56, 128, 32, 16), (64, 32, 256, 4, 1), (64, 32, 256, 2, 1),
-    (64, 32, 128, 64, 32), (1, 3, 16, 2, None), (1, 6, 16, 4, None), (64, 32, 100, 2, None), (64, 32, 33, 3, None),
+    (64, 32, 128, 64, 32), (1, 3, 16, 2, None), (1, 6, 16, 4, None), (64, 32, 100, 2, 0), (64, 32, 33, 3, 0),
 ])
 def test_which_groups(direction, images, side, channels, groups, bundle):
     asked = problem(direction, (images, side, side, channels), (channels, 3, 3, channels // groups), (1, 1), (1, 1),
                     groups=groups)
-    assert CONVOLUTION.select(asked, "sm_80").row.name == "conv2d_grouped"
-    chosen = CONVOLUTION.select(asked, "sm_90a")
-    assert chosen.row.name == ("conv2d_grouped" if bundle is None else BUNDLES)
-    assert bundle is None or chosen.offer.plan.groups == bundle
+    on_hopper, on_older = (CONVOLUTION.select(asked, name) for name in ("sm_90a", "sm_80"))
+    expected = ["conv2d_grouped"] * 2 if bundle is None else [COPIED if bundle == 0 else VIEWS, COPIED]
+    assert [on_hopper.row.name, on_older.row.name] == expected
+    assert not bundle or on_hopper.offer.plan.groups == bundle
 
 
-def test_float32_and_dilated_groups_are_not_bundled():
+def test_float32_and_dilated_groups_are_copied():
     x, weight = (64, 32, 32, 256), (256, 3, 3, 8)
-    for more in (dict(dtype=np.dtype(np.float32)), dict(dtype=np.dtype(np.float32), products=3), dict(dilation=(2, 1))):
+    for more, row in (
+        (dict(dtype=np.dtype(np.float32)), COPIED), (dict(dtype=np.dtype(np.float32), products=3), COPIED),
+        (dict(dilation=(2, 1)), COPIED), (dict(dilation=(2, 1), stride=(1, 2)), "conv2d_grouped"),
+    ):
         asked = problem(FPROP, x, weight, groups=32, **{"padding": (1, 1), "dilation": (1, 1), **more})
-        assert CONVOLUTION.select(asked, "sm_90a").row.name == "conv2d_grouped"
+        assert CONVOLUTION.select(asked, "sm_90a").row.name == row
 
 
 def test_weights_of_bundles_have_one_launch(host_of):

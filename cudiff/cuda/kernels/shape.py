@@ -65,9 +65,9 @@ def move_microseconds(shape: Sequence[int], dtype: np.dtype) -> float:
     return 2 + max(2 * size / MOVED_BYTES, size / unit / MOVED_UNITS)
 
 
-def extended_microseconds(shape: Sequence[int], dtype: np.dtype) -> float:
-    """Estimated microseconds of `extended` for an array of this shape: of zeros, and of a `move`."""
-    return 2 + math.prod(shape) * dtype.itemsize / MOVED_BYTES + move_microseconds(shape, dtype)
+def fit_microseconds(shape: Sequence[int], dtype: np.dtype) -> float:
+    """Estimated microseconds of a `fit` of an array of this shape."""
+    return 2 + 2 * math.prod(shape) * dtype.itemsize / MOVED_BYTES
 
 
 def _unit(array: Array) -> np.dtype:
@@ -170,11 +170,28 @@ def padded(x: Array, widths: Sequence[tuple[int, int]]) -> Array:
     return out
 
 
-def extended(x: Array, shape: tuple[int, ...]) -> Array:
-    """A copy of x of this shape, with zeros behind it along each axis."""
-    out = zeros(shape, x.dtype)
-    move(*wide(out[tuple([slice(length) for length in x.shape])], x))
+def fitted(x: Array, shape: tuple[int, ...]) -> Array:
+    """A copy of x of this shape, as `fit` makes it."""
+    out = empty(shape, x.dtype)
+    fit(out, x)
     return out
+
+
+def fit(out: Array, x: Array) -> None:
+    """out = x cut, or with zeros behind it, along the last axis, and along the second of three or the first of others.
+    Raises ValueError for 2^31 elements."""
+    if out.size >= 2**31:
+        raise ValueError(f"fitting shape {x.shape} to {out.shape} on CUDA takes fewer than 2**31 elements")
+    if not out.flags.c_contiguous or out.data.ptr % 16:
+        copy = fitted(x, out.shape)
+        move(out, copy)
+        return
+    into, source = (array if array.ndim == 3 else array.reshape(1, -1, array.shape[-1]) for array in (out, x))
+    source = source if source.strides[2] == source.itemsize else contiguous(source)
+    sizes = [np.uint32(n) for n in (out.size, *into.shape[1:], *source.shape[1:])]
+    pitches = [np.int64(stride // x.itemsize) for stride in (source.strides[1], source.strides[0])]
+    dtype = _unit(out)
+    launch("shape", "fit", blocks(out.size, 256 * 16 // dtype.itemsize), 256, (out, source, *sizes, *pitches), T=dtype)
 
 
 def at_16_bytes(array: Array) -> Array:

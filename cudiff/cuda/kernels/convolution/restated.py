@@ -14,6 +14,7 @@ the input's gradient no tap falls between the pixels then, and a tile's columns 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -33,7 +34,7 @@ from cudiff.cuda.kernels.convolution.problem import (
     Problem,
     Weight,
 )
-from cudiff.cuda.kernels.shape import extended, extended_microseconds, move, move_microseconds, padded, wide, zeros
+from cudiff.cuda.kernels.shape import fit, fit_microseconds, fitted, move, move_microseconds, padded, wide, zeros
 from cudiff.cuda.launch import blocks, empty
 from cudiff.cuda.select import Offer
 
@@ -156,7 +157,7 @@ def offer_channels(own: Callable[[Problem], float],
         if left or not images or not is_low(p.x.dtype) or min(p.x.size, p.out.size) == 0:
             return None
         k, rows, columns, c = p.weight.shape
-        if min(k, c) < 8:  # most of the copies would be zeros
+        if min(k, c) < 8 or math.prod(p.x.shape[:-1]) <= 64:  # most of the copies would be zeros, or the weight
             return None
         fused = p.wanted & EPILOGUE
         again = p._replace(
@@ -164,11 +165,11 @@ def offer_channels(own: Callable[[Problem], float],
             weight=p.weight._replace(shape=(_whole(k), rows, columns, _whole(c)), rows_aligned=True), norm=(), skip=(),
             skip_weight=None,
         )
-        adds = Fusion.ADDEND in p.wanted or p.direction == WGRAD
-        copies = sum(extended_microseconds(image.shape, image.dtype) for image in images if image is not p.out or adds)
-        if p.direction != WGRAD and p.out in images:
-            copies += move_microseconds(p.out.shape, p.out.dtype)
-        weight = extended_microseconds(p.weight.shape, float32)
+        if max(again.x.size, again.out.size) >= 2**31:
+            return None
+        images += [p.out] if Fusion.ADDEND in p.wanted and p.out in images else []
+        copies = sum(fit_microseconds(image.shape, image.dtype) for image in images)
+        weight = fit_microseconds(p.weight.shape, float32)
         return Offer(fused) if copies + weight + estimate(again) < own(p) else None
 
     return offer
@@ -184,30 +185,30 @@ def _with_channels(image: Image) -> Image:
 
 
 def whole_channels(given: Operands, p: Problem) -> Restated:
-    x, weight, out, epilogue = _extended(given.x, p.x), given.weight, given.out, given.epilogue
+    x, weight, out, epilogue = _fitted(given.x, p.x), given.weight, given.out, given.epilogue
     steps = p.stride, p.padding, (1, 1), 1
     shape = _whole(weight.shape[0]), *weight.shape[1:-1], _whole(weight.shape[-1])
     if p.direction == WGRAD:
-        again = given._replace(x=x, out=_extended(out, p.out))
+        again = given._replace(x=x, out=_fitted(out, p.out))
         if shape == weight.shape:
             return Restated(again, None, steps)
         dweight = empty(shape, float32)
         own = dweight[: weight.shape[0], ..., : weight.shape[-1]]
         return Restated(again._replace(weight=dweight, add=False), lambda: move(weight, own, given.add), steps)
     if shape != weight.shape:
-        weight = extended(weight, shape)
+        weight = fitted(weight, shape)
     if p.out.rows_aligned:
         return Restated(given._replace(x=x, weight=weight), None, steps)
     channels = out.shape[-1]
-    bias, emb, addend = (None if term is None else extended(term, (*term.shape[:-1], _whole(channels)))
+    bias, emb, addend = (None if term is None else fitted(term, (*term.shape[:-1], _whole(channels)))
                          for term in epilogue[:3])
     result = empty((*out.shape[:-1], _whole(channels)), out.dtype) if addend is None else addend
     again = Operands(x, weight, result, epilogue._replace(bias=bias, emb=emb, addend=addend))
-    return Restated(again, lambda: move(*wide(out, result[..., :channels])), steps)
+    return Restated(again, lambda: fit(out, result), steps)
 
 
-def _extended(array: Array, image: Image) -> Array:
-    return array if image.rows_aligned else extended(array, (*array.shape[:-1], _whole(array.shape[-1])))
+def _fitted(array: Array, image: Image) -> Array:
+    return array if image.rows_aligned else fitted(array, (*array.shape[:-1], _whole(array.shape[-1])))
 
 
 def offer_folded(p: Problem) -> Offer | None:
@@ -227,8 +228,8 @@ def offer_folded(p: Problem) -> Offer | None:
     if (backward and not reached) or max(image.size, x.size) >= 2**31:
         return None
     passes = 2 if backward and Fusion.ADDEND in p.wanted else 1
-    copies = passes * (extended_microseconds(x.shape, x.dtype) + extended_microseconds(image.shape, x.dtype))
-    copies += 2 * extended_microseconds(again.weight.shape, float32)
+    copies = passes * (move_microseconds(x.shape, x.dtype) + move_microseconds(image.shape, x.dtype) + 4)
+    copies += 4 * move_microseconds(again.weight.shape, float32)
     fused = p.wanted & EPILOGUE
     gains = copies + portable.microseconds(again) < portable.microseconds(p)
     return Offer(fused) if gains else None

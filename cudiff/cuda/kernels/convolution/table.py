@@ -10,7 +10,7 @@ import numpy as np
 from cudiff.backend import Array, float32
 from cudiff.cuda.device import current_target
 from cudiff.cuda.kernels.convolution import (
-    bundles_sm90,
+    bundles,
     few_channels,
     grouped,
     matrices,
@@ -54,20 +54,31 @@ def _restated(restate: Callable[[Operands, Problem], restated.Restated]) -> Call
     """A row's `run` that runs another convolution in place of the problem's, by the row that the table has for it."""
     def run(given: Operands, offer: Offer, p: Problem) -> None:
         again = restate(given, p)
-        passes: dict[str, Callable[..., Any]] = {FPROP: fprop, DGRAD: dgrad, WGRAD: wgrad}
-        again.run(passes[p.direction], *again.steps)
+        again.run(_pass_of(p), *again.steps)
 
     return run
+
+
+def _run_bundles(given: Operands, offer: Offer, p: Problem) -> None:
+    bundles.run(given, offer, p, lambda one, of: _pass_of(p)(one, of.stride, of.padding, of.dilation))
+
+
+def _pass_of(p: Problem) -> Callable[..., Any]:
+    passes: dict[str, Callable[..., Any]] = {FPROP: fprop, DGRAD: dgrad, WGRAD: wgrad}
+    return passes[p.direction]
 
 
 CONVOLUTION = Table(
     "convolution",
     Row("conv2d_depthwise", ANY, grouped.offer_depthwise, grouped.run_depthwise,
         "a group for each channel, kernels of up to 8 a side; adds a bias and an addend"),
-    Row("conv2d_sm90, gemm_sm90, conv2d_wgrad_sm90, of bundles", SM90, bundles_sm90.offer, bundles_sm90.run,
+    Row("conv2d_sm90, gemm_sm90, conv2d_wgrad_sm90, of bundles", SM90, bundles.offer_views, _run_bundles,
         "16 bits, groups without dilation, pixels at multiples of 16 bytes, as convolutions of bundles of groups by "
         "weights with zeros between groups; adds a bias and an addend; declines if conv2d_grouped is estimated to take "
         "less time"),
+    Row("shape.copy, bundles", ANY, bundles.offer_copies, _run_bundles,
+        "groups, with dilation only of stride 1, as such convolutions of copies, by this table; adds a bias and an "
+        "addend; declines if conv2d_grouped is estimated to take less time"),
     Row("shape.copy, undilated", ANY, restated.offer_dilated, _restated(restated.undilated),
         "dilation with stride 1 and without groups, as a convolution by this table of the images of every d-th pixel; "
         "adds a bias and an addend; declines if conv2d_grouped is estimated to take less time than copies and conv2d"),

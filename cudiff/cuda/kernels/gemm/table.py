@@ -29,7 +29,7 @@ from cudiff.cuda.kernels.gemm import sm90 as gemm_sm90
 from cudiff.cuda.kernels.gemm.problem import Product, matrix_of
 from cudiff.cuda.kernels.gemm.product import Epilogue, products
 from cudiff.cuda.kernels.gemm.whole import offer_copies, whole
-from cudiff.cuda.kernels.shape import move, wide
+from cudiff.cuda.kernels.shape import fit
 from cudiff.cuda.launch import empty
 from cudiff.cuda.select import ANY, SM90, Offer, Row, Table
 from cudiff.statistics import ChannelStatistics
@@ -48,12 +48,12 @@ def _run_channels(given: Operands, offer: Offer, p: Problem) -> None:
 
 
 def _run_copies(a: Array, b: Array, out: Array, offer: Offer, p: Product) -> None:
-    again, (_, rows, columns) = offer.plan, out.shape
+    again = offer.plan
     result = whole(out, p.out, again.out, read=p.add)
     with immediate():  # the result is read here
         matmul(whole(a, p.a, again.a), whole(b, p.b, again.b), p.transpose_a, p.transpose_b, result, p.add)
     if result is not out:
-        move(*wide(out, result[:, :rows, :columns]))
+        fit(out, result)
 
 
 LINEAR = Table(
