@@ -108,16 +108,17 @@ class OneHot(Function):
         outside = (labels < 0) | (labels >= count)
         if (outside if ignored is None else outside & (labels != ignored)).any():
             raise ValueError(f"a label lies outside 0 to {count - 1}: {labels.min()} to {labels.max()}")
-        return _ones_at(np, labels, count, ignored)
+        ones = labels[..., None] == np.arange(count)
+        return (ones if ignored is None else ones & (labels != ignored)[..., None]).astype(np.float32)
 
     @staticmethod
     def forward_cuda(ctx, labels, count, ignored=None):
-        return _ones_at(array_module("cuda"), labels, count, ignored)
-
-
-def _ones_at(module: Any, labels: Array, count: int, ignored: int | None) -> Array:
-    at = labels[..., None] == module.arange(count)
-    return (at if ignored is None else at & (labels != ignored)[..., None]).astype(np.float32)
+        out = empty((*labels.shape, count), float32)
+        if out.size:
+            none = -1 if ignored is None else ignored  # a label below 0 has no column anyway
+            args = (out, labels, np.int64(labels.size), count, np.int64(none))
+            launch("shape", "one_hot", blocks(out.size, 1024), 256, args, T=float32)
+        return out
 
 
 def argmax(x: Any, axis: int | None = None, keepdims: bool = False) -> Tensor:
