@@ -20,7 +20,8 @@ UNARY = {
     for name in ("negative", "exp", "log", "sqrt", "cbrt", "sin", "cos", "tanh", "abs", "square", "relu", "sigmoid",
                  "silu", "gelu", "exp2", "log2", "log10", "arcsin", "arccos", "arctan", "sinh", "cosh", "arcsinh",
                  "arccosh", "arctanh", "sign", "floor", "ceil", "round", "log1p", "expm1", "tan", "softplus",
-                 "sum", "max", "min", "var", "std", "softmax", "log_softmax")
+                 "sum", "max", "min", "var", "std", "softmax", "log_softmax",
+                 "logsumexp")
 }
 UNARY |= {
     "clip": lambda x: ops.clip(x, 0.0, 1.0), "sum over one axis": lambda x: ops.sum(x, 1),

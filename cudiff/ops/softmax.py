@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
 
-from cudiff.backend import Array, compute_dtype, float32
+from cudiff.backend import compute_dtype, float32
 from cudiff.cuda.accumulate import gradient_target
 from cudiff.cuda.launch import blocks, empty, launch
 from cudiff.function import Function
@@ -26,7 +25,7 @@ from cudiff.ops.cast import (
 )
 from cudiff.ops.compare import equal, not_equal
 from cudiff.ops.order import OneHot
-from cudiff.ops.reduce import normalize_axis, power_of_two, sum
+from cudiff.ops.reduce import normalize_axis, power_of_two, span, sum
 from cudiff.ops.shape import expand_dims
 from cudiff.tensor import Tensor
 
@@ -60,10 +59,10 @@ class Softmax(Function):
     @staticmethod
     def forward_cuda(ctx, x, axis, log):
         require_float("softmax", x)
-        outer, size, inner = _spans(x, axis)
+        outer, size, inner = span(x.shape, (axis,))
         out, stats = empty(x.shape, x.dtype), empty((outer * inner, 2), float32)
         args = (out, stats, x, np.int64(outer), size, np.int64(inner), log)
-        launch("softmax", "softmax", *_cut(outer, size, inner), args, T=x.dtype)
+        launch("softmax", "softmax", *cut(outer, size, inner), args, T=x.dtype)
         ctx.axis, ctx.log = axis, log
         ctx.save(x, stats)
         return out
@@ -71,10 +70,10 @@ class Softmax(Function):
     @staticmethod
     def backward_cuda(ctx, dout, needs, into):
         x, stats = ctx.saved
-        outer, size, inner = _spans(x, ctx.axis)
+        outer, size, inner = span(x.shape, (ctx.axis,))
         dx, add = gradient_target(into[0], x.shape, x.dtype)
         args = (dx, add, dout, x, stats, np.int64(outer), size, np.int64(inner), ctx.log)
-        launch("softmax", "softmax_backward", *_cut(outer, size, inner), args, T=x.dtype)
+        launch("softmax", "softmax_backward", *cut(outer, size, inner), args, T=x.dtype)
         return (dx,)
 
 
@@ -104,7 +103,7 @@ class CrossEntropy(Function):
         rows, size = logits.shape
         losses, stats, loss = empty(rows, float32), empty((rows, 2), float32), empty((), float32)
         args = (losses, stats, logits, labels, rows, size)
-        launch("softmax", "cross_entropy", *_cut(rows, size, 1), args, T=logits.dtype)
+        launch("softmax", "cross_entropy", *cut(rows, size, 1), args, T=logits.dtype)
         launch("softmax", "mean", 1, 256, (loss, losses, rows), T=logits.dtype)
         ctx.save(logits, labels, stats)
         return loss
@@ -115,16 +114,11 @@ class CrossEntropy(Function):
         rows, size = logits.shape
         dlogits, add = gradient_target(into[0], logits.shape, logits.dtype)
         args = (dlogits, add, dout, logits, stats, labels, rows, size)
-        launch("softmax", "cross_entropy_backward", *_cut(rows, size, 1), args, T=logits.dtype)
+        launch("softmax", "cross_entropy_backward", *cut(rows, size, 1), args, T=logits.dtype)
         return dlogits, None
 
 
-def _spans(x: Array, axis: int) -> tuple[int, int, int]:
-    """x's shape as (outer, size, inner) around `axis`."""
-    return math.prod(x.shape[:axis]), x.shape[axis], math.prod(x.shape[axis + 1 :])
-
-
-def _cut(outer: int, size: int, inner: int) -> tuple[int, tuple[int, int, int]]:
+def cut(outer: int, size: int, inner: int) -> tuple[int, tuple[int, int, int]]:
     """The blocks, and a block's (columns, lanes, rows).
 
     A lane has up to 8 elements of a row, of a long one up to 32, and more where a block has too few threads. Where they

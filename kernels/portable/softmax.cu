@@ -1,4 +1,4 @@
-// Softmax, log-softmax and cross-entropy over the middle axis of x, seen as [outer][K][inner], T. A row is the K elements of one
+// Softmax, log-softmax, logsumexp and cross-entropy over the middle axis of x, seen as [outer][K][inner], T. A row is the K elements of one
 // place in [outer][inner]. out T; stats float2 [outer][inner]: each row's maximum and its sum of exp(x - maximum), which the
 // backward reads. Cross-entropy is of rows (M, K), with losses, loss, dloss float32 and labels int32 (M).
 // Outputs overwrite; dx accumulates where `add`. NaN comes out of a row whose label lies outside 0 to K - 1.
@@ -91,14 +91,16 @@ template <typename Op> __device__ __forceinline__ float row_reduce(float x) {
 }
 
 // The row's statistics, in one pass: a thread's sum is scaled down where its maximum grows. `values` are the last that it read.
-// The maximum starts at the lowest number, as -inf - -inf would be NaN.
-__device__ __forceinline__ float2 row_stats(const T* x, const Part& part, float (&values)[HELD]) {
-    float largest = -3.402823466e38f, sum = 0.0f;
+// The maximum starts at the lowest number, as -inf - -inf would be NaN, and is at most `bound`.
+constexpr float MOST = 3.402823466e38f;
+__device__ __forceinline__ float2 row_stats(const T* x, const Part& part, float (&values)[HELD], float bound = -Max::identity()) {
+    float largest = -MOST, sum = 0.0f;
     for (int k = part.lane; k < part.size; k += HELD * part.lanes) {
         load(values, x, part, k, Max::identity());
         float before = largest;
 #pragma unroll
         for (int j = 0; j < HELD; j++) largest = fmaxf(largest, values[j]);
+        largest = fminf(largest, bound);
         if (k != part.lane) sum *= exponential(before - largest);
 #pragma unroll
         for (int j = 0; j < HELD; j++) sum += exponential(values[j] - largest);
@@ -158,6 +160,41 @@ extern "C" __global__ void softmax_backward(T* dx, int add, const T* dout, const
         store(to, g, part, k, add);
     }
     unstage(dx, tiles[2], part);
+}
+
+// out [outer][inner] = log(sum(exp(x))), infinite where x is.
+extern "C" __global__ void logsumexp(T* out, float2* stats, const T* x, i64 outer, int K, i64 inner) {
+    wait_for_previous();
+    __shared__ Tile tile;
+    Part part = part_of(outer, K, inner);
+    float values[HELD];
+    const T* from = staged(tile, x, part);
+    __syncthreads();
+    float2 own = row_stats(from, part, values, MOST);
+    if (part.lane || !part.size) return;
+    out[part.row] = from_float<T>(own.x + logf(own.y));
+    stats[part.row] = own;
+}
+
+// dx = p * dout.
+extern "C" __global__ void logsumexp_backward(T* dx, int add, const T* dout, const T* x, const float2* stats, i64 outer, int K,
+                                              i64 inner) {
+    wait_for_previous();
+    __shared__ Tile tiles[2];
+    Part part = part_of(outer, K, inner);
+    const T* from = staged(tiles[0], x, part);
+    if (add) staged(tiles[1], dx, part);
+    __syncthreads();
+    float2 own = part.size ? stats[part.row] : make_float2(0.0f, 1.0f);
+    float factor = part.size ? to_float(dout[part.row]) / own.y : 0.0f, values[HELD];
+    T* to = part.is_short ? tiles[1].v : dx;
+    for (int k = part.lane; k < part.size; k += HELD * part.lanes) {
+        load(values, from, part, k, 0.0f);
+#pragma unroll
+        for (int j = 0; j < HELD; j++) values[j] = exponential(values[j] - own.x) * factor;
+        store(to, values, part, k, add);
+    }
+    unstage(dx, tiles[1], part);
 }
 
 extern "C" __global__ void cross_entropy(float* losses, float2* stats, const T* x, const int* labels, int M, int K) {
