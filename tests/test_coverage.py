@@ -20,11 +20,13 @@ UNARY = {
     for name in ("negative", "exp", "log", "sqrt", "cbrt", "sin", "cos", "tanh", "abs", "square", "relu", "sigmoid",
                  "silu", "gelu", "exp2", "log2", "log10", "arcsin", "arccos", "arctan", "sinh", "cosh", "arcsinh",
                  "arccosh", "arctanh", "sign", "floor", "ceil", "round", "log1p", "expm1", "tan", "softplus",
-                 "sum", "max", "min", "var", "std", "softmax", "log_softmax")
+                 "sum", "max", "min", "var", "std", "softmax", "log_softmax",
+                 "logsumexp")
 }
 UNARY |= {
     "clip": lambda x: ops.clip(x, 0.0, 1.0), "sum over one axis": lambda x: ops.sum(x, 1),
     "prod": lambda x: ops.prod(x.detach()), "argmax": ops.argmax, "cumsum": ops.cumsum,
+    "one_hot": lambda x: ops.one_hot(x.detach().astype("int32"), 3),
     "getitem": lambda x: x[[0, 1]], "long index": lambda x: x[np.zeros(5000, int)],
     "sorted index": lambda x: ops.repeat(x, 1 << 11, 1).flatten()[np.zeros((1 << 21) + 1, int)],
     "at": lambda x: x.at[[0, 1]].set(1), "mask": lambda x: x[[True, False, True, True]],

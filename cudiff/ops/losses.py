@@ -1,7 +1,9 @@
-"""Losses, activations and the like that are composed of other operations; on a GPU huber has kernels in mse.cu."""
+"""Losses, activations and the like that are composed of other operations; on a GPU huber has kernels in
+mse.cu and logsumexp in softmax.cu."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -16,8 +18,10 @@ from cudiff.ops.clip import clip
 from cudiff.ops.compare import greater
 from cudiff.ops.elementwise import abs, exp, expm1, log, softplus
 from cudiff.ops.mse import tiling
-from cudiff.ops.reduce import Axis, max, mean, sum
+from cudiff.ops.reduce import Axis, left, max, mean, normalize_axes, over_axes, span, sum
+from cudiff.ops.softmax import softmax_grid
 from cudiff.tensor import Tensor
+from cudiff.values import flag
 
 __all__ = ["binary_cross_entropy_with_logits", "elu", "huber", "leaky_relu", "logaddexp", "logsumexp", "mae"]
 
@@ -34,15 +38,49 @@ def elu(x: Any, alpha: float = 1.0) -> Tensor:
     return where(x > 0, x, expm1(clip(x, max=0.0)) * alpha)
 
 
+class LogSumExp(Function):
+    """See `logsumexp`."""
+
+    @staticmethod
+    def compose(x, axes, keepdims):
+        (wide,) = as_wide(x)
+        bound = float(np.finfo(wide.dtype).max)  # infinity - infinity is NaN
+        largest = clip(max(wide.detach(), axes, keepdims=True), -bound, bound)
+        out = log(sum(exp(wide - largest), axes, keepdims=True)) + largest
+        return astype(out if keepdims else sum(out, axes), x.dtype)
+
+    @staticmethod
+    def forward_cuda(ctx, x, axes, keepdims):
+        ctx.spans = outer, count, inner = span(x.shape, axes)
+        out, stats = empty(left(x.shape, axes, keepdims), x.dtype), empty((outer * inner, 2), float32)
+        grid, block, shares = softmax_grid(outer, count, inner, x.itemsize)
+        args = (out, stats, x, np.int64(outer), count, np.int64(inner), *shares)
+        launch("softmax", "logsumexp", grid, block, args, T=x.dtype)
+        ctx.save(x, stats)
+        return out
+
+    @staticmethod
+    def backward_cuda(ctx, dout, needs, into):
+        x, stats = ctx.saved
+        dx, add = gradient_target(into[0], x.shape, x.dtype)
+        outer, count, inner = ctx.spans
+        grid, block, shares = softmax_grid(outer, count, inner, x.itemsize)
+        args = (dx, add, dout, x, stats, np.int64(outer), count, np.int64(inner), *shares)
+        launch("softmax", "logsumexp_backward", grid, block, args, T=x.dtype)
+        return (dx,)
+
+
 def logsumexp(x: Any, axis: Axis = None, keepdims: bool = False) -> Tensor:
     """log(sum(exp(x))) over `axis`, in x's dtype, float32 for integers; the maximum is subtracted first, so that it
     does not overflow."""
     (x,) = as_tensors(x, floating=True)
-    (wide,) = as_wide(x)
-    bound = float(np.finfo(wide.dtype).max)  # infinity - infinity is NaN
-    largest = clip(max(wide.detach(), axis, keepdims=True), -bound, bound)
-    out = log(sum(exp(wide - largest), axis, keepdims=True)) + largest
-    return astype(out if keepdims else sum(out, axis), x.dtype)
+    axes = normalize_axes(axis, x.ndim)
+    if not 0 < math.prod(x.shape[i] for i in axes) <= _LONGEST_ROW or not x.size:
+        return LogSumExp.compose(x, axes, flag("keepdims", keepdims))
+    return over_axes(LogSumExp, x, axis, keepdims)
+
+
+_LONGEST_ROW = 1 << 16  # of which a block makes the logsumexp
 
 
 def logaddexp(a: Any, b: Any) -> Tensor:

@@ -20,7 +20,18 @@ from cudiff.ops.cast import as_index, as_tensor, as_tensors, as_wide, astype, do
 from cudiff.ops.compare import isnan, not_equal
 from cudiff.ops.create import zeros
 from cudiff.ops.index import Pick, along, getitem, located
-from cudiff.ops.reduce import Axis, max, min, normalize_axes, normalize_axis, position, power_of_two, product
+from cudiff.ops.reduce import (
+    Axis,
+    Position,
+    Product,
+    max,
+    min,
+    normalize_axes,
+    normalize_axis,
+    over_axes,
+    power_of_two,
+    span,
+)
 from cudiff.ops.reduce import sum as total
 from cudiff.ops.shape import concatenate, flatten, reshape, stack, transpose
 from cudiff.tensor import Tensor, grad_enabled
@@ -75,7 +86,7 @@ def _cumulative(x: Array, axis: int, reverse: bool = False) -> Array:
     out = empty(x.shape, x.dtype)
     if not x.size:
         return out
-    outer, count, inner = math.prod(x.shape[:axis]), x.shape[axis], math.prod(x.shape[axis + 1 :])
+    outer, count, inner = span(x.shape, (axis,))
     columns = builtins.min(32, power_of_two(inner))
     most = 128 if inner == 1 and count > 128 else 16
     lanes = builtins.min(most, power_of_two(blocks(count, 8)))
@@ -108,16 +119,17 @@ class OneHot(Function):
         outside = (labels < 0) | (labels >= count)
         if (outside if ignored is None else outside & (labels != ignored)).any():
             raise ValueError(f"a label lies outside 0 to {count - 1}: {labels.min()} to {labels.max()}")
-        return _ones_at(np, labels, count, ignored)
+        ones = labels[..., None] == np.arange(count)
+        return (ones if ignored is None else ones & (labels != ignored)[..., None]).astype(np.float32)
 
     @staticmethod
     def forward_cuda(ctx, labels, count, ignored=None):
-        return _ones_at(array_module("cuda"), labels, count, ignored)
-
-
-def _ones_at(module: Any, labels: Array, count: int, ignored: int | None) -> Array:
-    at = labels[..., None] == module.arange(count)
-    return (at if ignored is None else at & (labels != ignored)[..., None]).astype(np.float32)
+        out = empty((*labels.shape, count), float32)
+        if out.size:
+            none = -1 if ignored is None else ignored  # a label below 0 has no column anyway
+            args = (out, labels, np.int64(labels.size), count, np.int64(none))
+            launch("shape", "one_hot", blocks(out.size, 1024), 256, args, T=float32)
+        return out
 
 
 def argmax(x: Any, axis: int | None = None, keepdims: bool = False) -> Tensor:
@@ -141,7 +153,7 @@ def _extreme(name: str, x: Any, axis: int | None, keepdims: bool) -> Tensor:
     if not count:
         raise ValueError(f"{name}: {x.shape} has no elements to compare")
     if is_float(x.dtype) and count < 2**32:
-        return position(x, axis, keepdims, 1 if name == "argmax" else -1)
+        return over_axes(Position, x, axis, keepdims, sign=1 if name == "argmax" else -1)
     x = _comparable(x)
     return Whole.apply(x, name=name, axis=axis, keepdims=flag("keepdims", keepdims))
 
@@ -299,7 +311,7 @@ def prod(x: Any, axis: Axis = None, keepdims: bool = False) -> Tensor:
         axes = normalize_axes(axis, x.ndim)
         return Whole.apply(astype(x, "int64"), name="prod", axis=axes, keepdims=flag("keepdims", keepdims))
     if not (grad_enabled() and x.requires_grad):
-        return product(x, axis, keepdims)
+        return over_axes(Product, x, axis, keepdims)
     rows, shape = _in_rows(as_wide(x)[0], axis, keepdims)
     while (count := rows.shape[-1]) > 1:
         half = count // 2

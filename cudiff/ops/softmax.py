@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
 
-from cudiff.backend import Array, compute_dtype, float32
+from cudiff.backend import compute_dtype, float32
 from cudiff.cuda.accumulate import gradient_target
 from cudiff.cuda.device import multiprocessors
 from cudiff.cuda.launch import blocks, empty, launch
@@ -27,7 +26,7 @@ from cudiff.ops.cast import (
 )
 from cudiff.ops.compare import equal, not_equal
 from cudiff.ops.order import OneHot
-from cudiff.ops.reduce import normalize_axis, power_of_two, sum
+from cudiff.ops.reduce import normalize_axis, power_of_two, span, sum
 from cudiff.ops.shape import expand_dims
 from cudiff.tensor import Tensor
 
@@ -61,9 +60,9 @@ class Softmax(Function):
     @staticmethod
     def forward_cuda(ctx, x, axis, log):
         require_float("softmax", x)
-        outer, size, inner = _spans(x, axis)
+        outer, size, inner = span(x.shape, (axis,))
         out, stats = empty(x.shape, x.dtype), empty((outer * inner, 2), float32)
-        grid, block, shares = _cut(outer, size, inner, x.itemsize)
+        grid, block, shares = softmax_grid(outer, size, inner, x.itemsize)
         args = (out, stats, x, np.int64(outer), size, np.int64(inner), *shares, log)
         launch("softmax", "softmax", grid, block, args, T=x.dtype)
         ctx.axis, ctx.log = axis, log
@@ -73,9 +72,9 @@ class Softmax(Function):
     @staticmethod
     def backward_cuda(ctx, dout, needs, into):
         x, stats = ctx.saved
-        outer, size, inner = _spans(x, ctx.axis)
+        outer, size, inner = span(x.shape, (ctx.axis,))
         dx, add = gradient_target(into[0], x.shape, x.dtype)
-        grid, block, shares = _cut(outer, size, inner, x.itemsize)
+        grid, block, shares = softmax_grid(outer, size, inner, x.itemsize)
         args = (dx, add, dout, x, stats, np.int64(outer), size, np.int64(inner), *shares, ctx.log)
         launch("softmax", "softmax_backward", grid, block, args, T=x.dtype)
         return (dx,)
@@ -106,7 +105,7 @@ class CrossEntropy(Function):
         require_float("cross_entropy", logits)
         rows, size = logits.shape
         losses, stats, loss = empty(rows, float32), empty((rows, 2), float32), empty((), float32)
-        grid, block, shares = _cut(rows, size, 1, logits.itemsize)
+        grid, block, shares = softmax_grid(rows, size, 1, logits.itemsize)
         args = (losses, stats, logits, labels, rows, size, *shares)
         launch("softmax", "cross_entropy", grid, block, args, T=logits.dtype)
         launch("softmax", "mean", 1, 256, (loss, losses, rows), T=logits.dtype)
@@ -118,18 +117,13 @@ class CrossEntropy(Function):
         logits, labels, stats = ctx.saved
         rows, size = logits.shape
         dlogits, add = gradient_target(into[0], logits.shape, logits.dtype)
-        grid, block, shares = _cut(rows, size, 1, logits.itemsize)
+        grid, block, shares = softmax_grid(rows, size, 1, logits.itemsize)
         args = (dlogits, add, dout, logits, stats, labels, rows, size, *shares)
         launch("softmax", "cross_entropy_backward", grid, block, args, T=logits.dtype)
         return dlogits, None
 
 
-def _spans(x: Array, axis: int) -> tuple[int, int, int]:
-    """x's shape as (outer, size, inner) around `axis`."""
-    return math.prod(x.shape[:axis]), x.shape[axis], math.prod(x.shape[axis + 1 :])
-
-
-def _cut(outer: int, size: int, inner: int, itemsize: int) -> tuple[int, tuple[int, int], tuple[int, int]]:
+def softmax_grid(outer: int, size: int, inner: int, itemsize: int) -> tuple[int, tuple[int, int], tuple[int, int]]:
     """The blocks, a block's threads (columns, rows at once * lanes), and of a block the lanes of a row and the rows.
 
     A block of short rows has as many as fit its shared memory, if there are blocks enough for the GPU. A lane has up to

@@ -9,6 +9,7 @@
 //                   cut at the ends of rows and columns, or with zeros behind. x's rows lie `pitch` elements apart, its batches
 //                   `batch`. out has n elements, fewer than 2^31. A thread writes packs, whatever columns is.
 //   fill            out[i] = value
+//   one_hot         rows of one 1 each
 //   take            rows of x by an index: out[i] = x[index[i]]
 //   scan_sums, sum_parts, sum_runs, last   scatter; see there
 //   turn            out (C, taps, K) = x (K, taps, C) with K and C swapped and the taps reversed. x[k][tap] lies at
@@ -39,7 +40,7 @@ __device__ __forceinline__ void move(Unit* out, const Unit* x, u32 n, const View
 #pragma unroll
         for (int d = 5; d >= 0; d--) {
             if (d < views.dims) {
-                u32 rest = i / (u32)views.sizes[d], k = i - rest * (u32)views.sizes[d];
+                u32 rest = d ? i / (u32)views.sizes[d] : 0, k = i - rest * (u32)views.sizes[d];
                 to += k * views.out[d];
                 from += k * views.x[d];
                 i = rest;
@@ -132,6 +133,16 @@ extern "C" __global__ void take(const T* x, const int* index, T* out, i64 rows, 
     wait_for_previous();
     if (((u64)x | (u64)out | width * sizeof(T)) % 16) take_rows(x, index, out, rows, width, count);
     else take_rows((const uint4*)x, index, (uint4*)out, rows, (i64)(width * sizeof(T) / 16), count);
+}
+// out (n, count) = 1 where the column is the row's label, else 0; a label that is `ignored` has no column.
+extern "C" __global__ void one_hot(T* out, const int* labels, i64 n, int count, i64 ignored) {
+    wait_for_previous();
+    i64 size = n * count;
+    for (i64 e = (i64)blockIdx.x * blockDim.x + threadIdx.x; e < size; e += (i64)gridDim.x * blockDim.x) {
+        i64 i = size <= 0xffffffffll ? (u32)e / (u32)count : e / count;
+        int label = labels[i];
+        out[e] = from_float<T>(label != ignored && e - i * count == label ? 1.0f : 0.0f);
+    }
 }
 template <typename V> struct Total { using type = float; };
 template <> struct Total<int> { using type = i64; };

@@ -1,5 +1,5 @@
-// Softmax, log-softmax and cross-entropy over the middle axis of x, seen as [outer][K][inner], T. A row is the K elements of one
-// place in [outer][inner]. out T; stats float2 [outer][inner]: each row's maximum and its sum of exp(x - maximum), which the
+// Softmax, log-softmax, logsumexp and cross-entropy over the middle axis of x, seen as [outer][K][inner], T. A row is the K elements
+// of one place in [outer][inner]. out T; stats float2 [outer][inner]: each row's maximum and its sum of exp(x - maximum), which the
 // backward reads. Cross-entropy is of rows (M, K), with losses, loss, dloss float32 and labels int32 (M).
 // Outputs overwrite; dx accumulates where `add`. NaN comes out of a row whose label lies outside 0 to K - 1.
 // Launch, unless said otherwise: block (columns, at_once * lanes), powers of two of product 256 to 1024, at most 32 columns;
@@ -106,14 +106,16 @@ template <typename Op> __device__ __forceinline__ float row_reduce(float x, int 
 }
 
 // The row's statistics, in one pass: a thread's sum is scaled down where its maximum grows. `values` are the last that it read.
-// The maximum starts at the lowest number, as -inf - -inf would be NaN.
-__device__ __forceinline__ float2 row_stats(const T* x, const Part& part, float (&values)[HELD]) {
-    float largest = -3.402823466e38f, sum = 0.0f;
+// The maximum starts at the lowest number, as -inf - -inf would be NaN, and is at most `bound`.
+constexpr float MOST = 3.402823466e38f;
+__device__ __forceinline__ float2 row_stats(const T* x, const Part& part, float (&values)[HELD], float bound = -Max::identity()) {
+    float largest = -MOST, sum = 0.0f;
     for (int k = part.lane; k < part.size; k += HELD * part.lanes) {
         load(values, x, part, k, Max::identity());
         float before = largest;
 #pragma unroll
         for (int j = 0; j < HELD; j++) largest = fmaxf(largest, values[j]);
+        largest = fminf(largest, bound);
         if (k != part.lane) sum *= exponential(before - largest);
 #pragma unroll
         for (int j = 0; j < HELD; j++) sum += exponential(values[j] - largest);
@@ -179,6 +181,47 @@ extern "C" __global__ void softmax_backward(T* dx, int add, const T* dout, const
         }
     }
     unstage(dx, tiles[1], block);
+}
+
+// out [outer][inner] = log(sum(exp(x))), infinite where x is.
+extern "C" __global__ void logsumexp(T* out, float2* stats, const T* x, i64 outer, int K, i64 inner, int lanes, int rows) {
+    wait_for_previous();
+    __shared__ Tile tile;
+    Block block(outer, K, inner, lanes, rows);
+    const T* from = staged(tile, x, block);
+    __syncthreads();
+    for (int pass = 0; pass < rows; pass += block.at_once) {
+        Part part = block.part(pass);
+        float values[HELD];
+        float2 own = row_stats(from, part, values, MOST);
+        if (part.lane || !part.size) continue;
+        out[part.row] = from_float<T>(own.x + logf(own.y));
+        stats[part.row] = own;
+    }
+}
+
+// dx = p * dout.
+extern "C" __global__ void logsumexp_backward(T* dx, int add, const T* dout, const T* x, const float2* stats, i64 outer, int K,
+                                              i64 inner, int lanes, int rows) {
+    wait_for_previous();
+    __shared__ Tile tile;
+    Block block(outer, K, inner, lanes, rows);
+    const T* from = staged(tile, x, block);
+    T* to = block.is_short ? tile.v : dx;  // each thread overwrites the elements of x that it read
+    const T* before = !add ? nullptr : block.is_short ? dx + block.first : dx;
+    __syncthreads();
+    for (int pass = 0; pass < rows; pass += block.at_once) {
+        Part part = block.part(pass);
+        float2 own = part.size ? stats[part.row] : make_float2(0.0f, 1.0f);
+        float factor = part.size ? to_float(dout[part.row]) / own.y : 0.0f, values[HELD];
+        for (int k = part.lane; k < part.size; k += HELD * lanes) {
+            load(values, from, part, k, 0.0f);
+#pragma unroll
+            for (int j = 0; j < HELD; j++) values[j] = exponential(values[j] - own.x) * factor;
+            store(to, values, part, k, before);
+        }
+    }
+    unstage(dx, tile, block);
 }
 
 extern "C" __global__ void cross_entropy(float* losses, float2* stats, const T* x, const int* labels, int M, int K, int lanes,

@@ -63,10 +63,22 @@ def test_logsumexp(axis, keepdims, device, rng):
              torch_fn=lambda x: torch.logsumexp(x, axis, keepdims))
 
 
+@pytest.mark.parametrize("shape, axis", [((70, 33), 0), ((5, 2000), 1), ((300, 3), 1), ((2, 3), None), ((), None)])
+def test_logsumexp_of_rows_and_columns(shape, axis, device, rng):
+    check_op(lambda x: cudiff.logsumexp(x, axis), np.asarray(3 * rng.standard_normal(shape)), device=device,
+             dtypes=("float32", "bfloat16", "float16"))
+
+
+def test_logsumexp_of_a_long_row_is_composed(device, rng):
+    x = rng.standard_normal(70_000).astype(np.float32)
+    assert cudiff.logsumexp(Tensor(x, device=device)).item() == pytest.approx(np.log(np.exp(x.astype(float)).sum()))
+
+
 def test_logsumexp_of_far_and_infinite_values(device):
-    x = Tensor(np.float32([[1000, 1000], [-1000, -np.inf], [-np.inf, -np.inf], [np.inf, 0]]), device=device)
-    expected = [1000 + np.log(2), -1000, -np.inf, np.inf]
-    with np.errstate(divide="ignore"):
+    rows = [[1000, 1000], [-1000, -np.inf], [-np.inf, -np.inf], [np.inf, 0], [np.inf, np.nan], [np.nan, 0]]
+    x = Tensor(np.float32(rows), device=device)
+    expected = [1000 + np.log(2), -1000, -np.inf, np.inf, np.nan, np.nan]
+    with np.errstate(divide="ignore", invalid="ignore"):
         np.testing.assert_allclose(cudiff.logsumexp(x, 1).numpy(), expected, rtol=1e-6)
 
 
