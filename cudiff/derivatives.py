@@ -310,8 +310,8 @@ DERIVATIVES: dict[type[Function], Derivative] = {
     Slice: lambda d, x, index: (place(d, x.shape, index),),
     Place: lambda d, x, shape, index, value: (d[index],),
     Pick: lambda d, x, index, inverse: (Pick.apply(d, inverse, index), None, None),
-    Take: lambda d, x, index: (place_rows(d, x.shape, index), None),
-    PlaceRows: lambda d, x, index, shape: (d[index], None),
+    Take: lambda d, x, index, axis=0, along=False: (place_rows(d, x.shape, index, axis, along), None),
+    PlaceRows: lambda d, x, index, shape, axis, along: (Take.apply(d, index, axis=axis, along=along), None),
 }
 
 

@@ -136,6 +136,8 @@ def more() -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "comparisons", _comparisons
     yield "integers", _integers
     yield "rows of a long index", lambda: _back(tensor(3, 700)[rng.integers(0, 3, 5000)])
+    yield "columns of a long index", lambda: _back(tensor(3, 5, 2)[:, rng.integers(0, 5, 9000)])
+    yield "columns of each row", lambda: _back(ops.take_along_axis(tensor(300, 40), rng.integers(0, 300, (7, 40)), 0))
     yield "rows of a sorted index", lambda: _back(tensor(1 << 17)[rng.integers(0, 1 << 17, (1 << 21) + 1)])
     for operation in (ops.argmax, ops.prod):
         yield f"{operation.__name__} alone", lambda o=operation: o(tensor(5, 33, grad=False), 1)

@@ -52,7 +52,7 @@ class Elements:
             shape, index = _selected(x, items), tuple(items)
             there = place(ones(shape, bool, x.device), x.shape, index)
             return where(there, place(broadcast_to(values, shape), x.shape, index), x)
-        table, places = located(x, items)
+        table, places, _ = located(x, items)
         if not len(table):
             return x
         new = _rows(values, table, places)
@@ -70,9 +70,9 @@ class Elements:
         if is_basic(items):
             shape = _selected(x, items)
             return x + place(broadcast_to(values, shape), x.shape, tuple(items))
-        table, places = located(x, items)
-        new, flat = _rows(values, table, places), reshape(places, (places.size,))
-        return reshape(table + place_rows(new, table.shape, flat), x.shape)
+        table, places, axis = located(x, items, leading=True)
+        new, flat = _rows(values, table, places, axis), reshape(places, (places.size,))
+        return reshape(table + place_rows(new, table.shape, flat, axis), x.shape)
 
     def _given(self, values: Any) -> Tensor:
         """`values` in x's dtype; a number becomes a tensor on x's device."""
@@ -97,10 +97,11 @@ def _selected(x: Tensor, items: list[Any]) -> tuple[int, ...]:
     return np.broadcast_to(np.zeros(()), x.shape)[tuple(items)].shape
 
 
-def _rows(values: Tensor, table: Tensor, places: Tensor) -> Tensor:
-    """`values` for the rows `places` of a table, one row each."""
-    wide = broadcast_to(values, (*places.shape, *table.shape[1:]))
-    return reshape(wide, (places.size, *table.shape[1:]))
+def _rows(values: Tensor, table: Tensor, places: Tensor, axis: int = 0) -> Tensor:
+    """`values` for the elements `places` of a table along an axis, one each."""
+    lead, rest = table.shape[:axis], table.shape[axis + 1 :]
+    wide = broadcast_to(values, (*lead, *places.shape, *rest))
+    return reshape(wide, (*lead, places.size, *rest))
 
 
 def _last(places: Array, count: int, device: str) -> tuple[Tensor, Tensor, Tensor]:

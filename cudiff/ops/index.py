@@ -22,13 +22,13 @@ from cudiff.backend import (
     to_device,
 )
 from cudiff.cuda.accumulate import gradient_target
-from cudiff.cuda.kernels.shape import contiguous, move, row_sums, rows, zeros
+from cudiff.cuda.kernels.shape import axis_sums, contiguous, move, row_sums, rows, zeros
 from cudiff.errors import CudiffError
 from cudiff.function import Function
 from cudiff.ops.cast import as_index, as_tensor, astype, downcast, upcast
 from cudiff.ops.compare import not_equal
 from cudiff.ops.reduce import normalize_axis
-from cudiff.ops.shape import flatten, reshape, stack
+from cudiff.ops.shape import broadcast_to, flatten, reshape, stack
 from cudiff.tensor import Tensor
 
 __all__ = ["argwhere", "getitem", "nonzero", "take", "take_along_axis"]
@@ -69,30 +69,39 @@ class Slice(Function):
 
 
 class Take(Function):
-    """out[i] = x[index[i]] along the first axis; a row's gradient is summed in the order of i."""
+    """out[..., i, ...] = x[..., index[i], ...] along `axis`, or x[..., index[..., i, ...], ...] if `along`.
+
+    The gradient of what was taken several times is summed in the order of i.
+    """
 
     @staticmethod
-    def forward_numpy(ctx, x, index):
-        ctx.shape = x.shape
+    def forward_numpy(ctx, x, index, axis=0, along=False):
+        ctx.shape, ctx.axis, ctx.along = x.shape, axis, along
         ctx.save(index)
-        return x[index]
+        return np.take_along_axis(x, index, axis) if along else x[(slice(None),) * axis + (index,)]
 
     @staticmethod
     def backward_numpy(ctx, dout, needs, into):
+        (index,) = ctx.saved
         total = np.zeros(ctx.shape, compute_dtype(dout.dtype))
-        np.add.at(total, ctx.saved[0], upcast(dout))
+        places = _grid(np, total, index, ctx.axis) if ctx.along else (slice(None),) * ctx.axis + (index,)
+        np.add.at(total, places, upcast(dout))
         return downcast(total, dout.dtype), None
 
     @staticmethod
-    def forward_cuda(ctx, x, index):
-        ctx.shape = x.shape
+    def forward_cuda(ctx, x, index, axis=0, along=False):
+        ctx.shape, ctx.axis, ctx.along = x.shape, axis, along
         ctx.save(index)
-        return rows(x, index)
+        return rows(x, index, axis, along)
 
     @staticmethod
     def backward_cuda(ctx, dout, needs, into):
+        (index,) = ctx.saved
         dx, accumulate = gradient_target(into[0], ctx.shape, dout.dtype)
-        row_sums(dout, ctx.saved[0], dx, accumulate, from_end=True)
+        if ctx.along or math.prod(ctx.shape[: ctx.axis]) != 1:
+            axis_sums(dout, index, dx, accumulate, ctx.axis, ctx.along)
+        else:
+            row_sums(dout, index, dx.reshape(ctx.shape[ctx.axis :]), accumulate, from_end=True)
         return dx, None
 
 
@@ -142,8 +151,8 @@ def getitem(x: Any, index: Any) -> Tensor:
         return Slice.apply(x, index=tuple(items))
     if is_mask(items):
         return _choose(x, items[0])
-    table, places = located(x, items)
-    return Take.apply(table, places)
+    table, places, axis = located(x, items, leading=True)
+    return Take.apply(table, places, axis=axis)
 
 
 def parsed(x: Tensor, index: Any) -> list[Any]:
@@ -230,30 +239,45 @@ def _true(mask: Array) -> tuple[Array, ...]:
     return module.nonzero(mask) if mask.ndim else (module.zeros(int(mask), np.int64),)
 
 
-def located(x: Tensor, items: list[Any]) -> tuple[Tensor, Tensor]:
-    """x as a table of rows, and row numbers, int32, of an index with arrays: x[items] is table[numbers]."""
+def located(x: Tensor, items: list[Any], leading: bool = False) -> tuple[Tensor, Tensor, int]:
+    """x as a table, numbers, int32, along one of its axes, and that axis, of an index with arrays.
+
+    x[items] is the table's elements at these numbers along the axis: the first, or if `leading` the one behind the axes
+    that full slices lead the index with, where the arrays' axes stay behind these.
+    """
     entries = _entries(x, items)
     while isinstance(entries[-1].item, slice) and entries[-1].item == slice(None):
         entries.pop()
-    lead = x.shape[: sum(entry.axis >= 0 for entry in entries)]
-    if (count := math.prod(lead)) > _MOST:
-        raise IndexError(f"an index of axes {lead} chooses of {count} rows, over 2^31 - 1: take parts of the tensor")
-    table = x if len(lead) == 1 else reshape(x, (count, *x.shape[len(lead) :]))
-    if len(entries) == 1 and entries[0].axis == 0:
-        _check(entries[0], lead)
+    axis = 0
+    if leading and _are_beside(entries):
+        while isinstance(entries[axis].item, slice) and entries[axis].item == slice(None):
+            axis += 1
+    entries = entries[axis:]
+    stop = axis + sum(entry.axis >= 0 for entry in entries)
+    if (count := math.prod(x.shape[axis:stop])) > _MOST:
+        raise IndexError(
+            f"an index of axes {x.shape[axis:stop]} chooses of {count} rows, over 2^31 - 1: take parts of the tensor"
+        )
+    table = x if stop == axis + 1 else reshape(x, (*x.shape[:axis], count, *x.shape[stop:]))
+    if len(entries) == 1 and entries[0].axis == axis:
+        _check(entries[0], x.shape)
         item = entries[0].item
-        return table, as_index("getitem", item if device_of(item) == "cpu" else Tensor(item), x.device)
-    return table, Tensor(_places(entries, lead).astype(int32), device=x.device)
+        return table, as_index("getitem", item if device_of(item) == "cpu" else Tensor(item), x.device), axis
+    return table, Tensor(_places(entries, x.shape[:stop], count).astype(int32), device=x.device), axis
+
+
+def _are_beside(entries: list[_Entry]) -> bool:
+    """Whether the integers and arrays are adjacent items: their axes then replace them, else come first."""
+    numbers = {entry.number for entry in entries if is_array(entry.item) or isinstance(entry.item, int)}
+    return max(numbers) - min(numbers) < len(numbers)  # an Ellipsis has its own, even without axes
 
 
 _MOST = np.iinfo(int32).max
 
 
-def _places(entries: list[_Entry], lead: tuple[int, ...]) -> Array:
-    """The row numbers of an index over the axes `lead`; prod(lead) for a position out of range.
-
-    Integers and arrays broadcast together. Their axes replace them if they are adjacent items, else come first.
-    """
+def _places(entries: list[_Entry], lead: tuple[int, ...], count: int) -> Array:
+    """The row numbers of an index of the last axes of `lead`, which have `count` rows; `count` for one out of range.
+    Integers and arrays broadcast together."""
     arrays = [entry.item for entry in entries if is_array(entry.item)]
     device = "cuda" if any(device_of(array) == "cuda" for array in arrays) else "cpu"
     module = array_module(device)
@@ -262,10 +286,8 @@ def _places(entries: list[_Entry], lead: tuple[int, ...]) -> Array:
         shape = np.broadcast_shapes(*(array.shape for array in arrays))
     except ValueError:
         raise IndexError(f"index arrays of shapes {[array.shape for array in arrays]} do not broadcast") from None
-    numbers = {entries[k].number for k in advanced}  # an Ellipsis has its own, even without axes
-    beside = max(numbers) - min(numbers) < len(numbers)
     kept = [k for k in range(len(entries)) if k not in advanced]
-    before = sum(k < advanced[0] for k in kept) if beside else 0
+    before = sum(k < advanced[0] for k in kept) if _are_beside(entries) else 0
     views = [(entries[k].item, entries[k].axis) for k in kept]
     sizes = [1 if item is None else len(range(*item.indices(lead[axis]))) for item, axis in views]
     strides = [math.prod(lead[axis + 1 :]) for axis in range(len(lead))]
@@ -284,7 +306,7 @@ def _places(entries: list[_Entry], lead: tuple[int, ...]) -> Array:
             continue
         total = total + (term.reshape((*term.shape, *(1,) * after)) if is_array(term) else term)
     total = module.broadcast_to(total, (*sizes[:before], *shape, *sizes[before:]))
-    return module.where(total < 0, math.prod(lead), total)
+    return module.where(total < 0, count, total)
 
 
 def _check(entry: _Entry, lead: tuple[int, ...]) -> None:
@@ -348,15 +370,31 @@ def take_along_axis(x: Any, indices: Any, axis: int | None = -1) -> Tensor:
     if axis is None:
         return take_along_axis(flatten(x), indices, 0)
     axis = normalize_axis(axis, x.ndim)
-    return getitem(x, along(x, indices, axis))
+    if indices.ndim != x.ndim:
+        raise ValueError(f"take_along_axis got indices of {indices.ndim} axes for a tensor of {x.ndim}")
+    own, others = ((*of.shape[:axis], 1, *of.shape[axis + 1 :]) for of in (x, indices))
+    if math.prod(others) == 1:
+        return take(x, flatten(indices), axis)
+    try:
+        shape = list(np.broadcast_shapes(own, others))
+    except ValueError:
+        raise IndexError(f"indices of shape {indices.shape} do not broadcast with x of {x.shape}") from None
+    item = _item(x, indices)
+    _check(_Entry(item, axis, 0), x.shape)
+    index = as_index("take_along_axis", item if device_of(item) == "cpu" else Tensor(item), x.device)
+    shape[axis] = x.shape[axis]
+    x = broadcast_to(x, tuple(shape))
+    shape[axis] = index.shape[axis]
+    return Take.apply(x, broadcast_to(index, tuple(shape)), axis=axis, along=True)
 
 
 def along(x: Tensor, indices: Tensor, axis: int) -> tuple[Any, ...]:
-    """The index of `take_along_axis`."""
-    if indices.ndim != x.ndim:
-        raise ValueError(f"take_along_axis got indices of {indices.ndim} axes for a tensor of {x.ndim}")
-    arange = array_module(indices.device).arange
-    return tuple(indices.data if i == axis else arange(size).reshape(size, *(1,) * (x.ndim - 1 - i))
+    """The index of `take_along_axis`, for indices of the result's shape."""
+    return _grid(array_module(indices.device), x, indices.data, axis)
+
+
+def _grid(module: Any, x: Any, indices: Array, axis: int) -> tuple[Array, ...]:
+    return tuple(indices if i == axis else module.arange(size).reshape(size, *(1,) * (x.ndim - 1 - i))
                  for i, size in enumerate(x.shape))
 
 

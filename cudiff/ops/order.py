@@ -176,7 +176,7 @@ def sort(x: Any, axis: int | None = -1) -> Tensor:
     each element gets the gradient of its new position. Raises as `argsort` does."""
     x = as_tensor(x)
     x, axis = (flatten(x), 0) if axis is None else (x, normalize_axis(axis, x.ndim))
-    table, places = located(x, list(along(x, argsort(x, axis), axis)))
+    table, places, _ = located(x, list(along(x, argsort(x, axis), axis)))
     places, module = flatten(places), array_module(x.device)
     inverse = module.zeros((places.size,), int32)
     inverse[places.data] = module.arange(places.size).astype(int32)  # each position occurs once

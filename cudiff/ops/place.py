@@ -44,27 +44,29 @@ class Place(Function):
 
 
 class PlaceRows(Function):
-    """out[index[i]] += x[i] on zeros of `shape`, what Take's backward does; dx = dout[index], what its forward does."""
+    """Zeros of `shape`, to which x is added as Take's backward does; dx is what Take's forward gives of dout."""
 
     @staticmethod
-    def forward_numpy(ctx, x, index, shape):
-        ctx.shape = shape
+    def forward_numpy(ctx, x, index, shape, axis=0, along=False):
+        ctx.shape, ctx.axis, ctx.along = shape, axis, along
         ctx.save(index)
         return Take.backward_numpy(ctx, x, (True, False), (None, None))[0]
 
     @staticmethod
     def backward_numpy(ctx, dout, needs, into):
-        return Take.forward_numpy(ctx, dout, *ctx.saved), None
+        (index,) = ctx.saved
+        return Take.forward_numpy(ctx, dout, index, ctx.axis, ctx.along), None
 
     @staticmethod
-    def forward_cuda(ctx, x, index, shape):
-        ctx.shape = shape
+    def forward_cuda(ctx, x, index, shape, axis=0, along=False):
+        ctx.shape, ctx.axis, ctx.along = shape, axis, along
         ctx.save(index)
         return Take.backward_cuda(ctx, x, (True, False), (None, None))[0]
 
     @staticmethod
     def backward_cuda(ctx, dout, needs, into):
-        return Take.forward_cuda(ctx, dout, *ctx.saved), None
+        (index,) = ctx.saved
+        return Take.forward_cuda(ctx, dout, index, ctx.axis, ctx.along), None
 
 
 def place(x: Tensor, shape: tuple[int, ...], index: Any, value: float = 0.0) -> Tensor:
@@ -72,6 +74,9 @@ def place(x: Tensor, shape: tuple[int, ...], index: Any, value: float = 0.0) -> 
     return Place.apply(x, shape=shape, index=index, value=value)
 
 
-def place_rows(x: Tensor, shape: tuple[int, ...], index: Tensor) -> Tensor:
-    """Zeros of `shape`, to whose row index[i] the row x[i] is added, in the order of i."""
-    return PlaceRows.apply(x, index, shape=shape)
+def place_rows(
+    x: Tensor, shape: tuple[int, ...], index: Tensor, axis: int = 0, along: bool = False
+) -> Tensor:
+    """Zeros of `shape`, to whose element index[i] along `axis`, or index[..., i, ...] if `along`, x's element i is
+    added, in the order of i."""
+    return PlaceRows.apply(x, index, shape=shape, axis=axis, along=along)

@@ -11,13 +11,14 @@
 //   fill            out[i] = value
 //   one_hot         rows of one 1 each
 //   take            rows of x by an index: out[i] = x[index[i]]
-//   scan_sums, sum_parts, sum_runs, last   scatter; see there
+//   take_axis       the same along another axis: out[l][i][w] = x[l][index[i]][w], or x[l][index[l][i][w]][w] if `along`
+//   scan_sums, sum_parts, sum_runs, axis_sums, last   scatter; see there
 //   turn            out (C, taps, K) = x (K, taps, C) with K and C swapped and the taps reversed. x[k][tap] lies at
 //                   k · pitch + tap · tap_pitch.
 // Rows have `width` elements. index is int32; a negative one counts from the end (in scan_sums if `from_end`, not in
-// sum_runs). take reads zeros for an index out of range; the others ignore it. scan_sums and sum_runs sum integers in i64,
-// others in float.
-// Launch: scan_sums as it says; turn 32 × 8 threads, grid (ceil(C / 32), ceil(K / 32), taps). All others are grid-stride loops:
+// sum_runs). take and take_axis read zeros for an index out of range; the others ignore it. scan_sums, sum_runs and axis_sums sum
+// integers in i64, others in float.
+// Launch: scan_sums and axis_sums as they say; turn 32 × 8 threads, grid (ceil(C / 32), ceil(K / 32), taps). All others are grid-stride loops:
 // any launch shape.
 #include "common.cuh"
 
@@ -143,6 +144,25 @@ extern "C" __global__ void one_hot(T* out, const int* labels, i64 n, int count, 
         int label = labels[i];
         out[e] = from_float<T>(label != ignored && e - i * count == label ? 1.0f : 0.0f);
     }
+}
+template <typename Unit>
+__device__ __forceinline__ void take_planes(
+    const Unit* x, const int* index, Unit* out, int along, i64 lead, i64 rows, i64 width, i64 count
+) {
+    i64 n = lead * count * width;
+    bool small = n <= 0xffffffffll;
+    for (i64 e = (i64)blockIdx.x * blockDim.x + threadIdx.x; e < n; e += (i64)gridDim.x * blockDim.x) {
+        i64 k = width == 1 ? e : small ? (u32)e / (u32)width : e / width, l = small ? (u32)k / (u32)count : k / count;
+        i64 row = wrap(index[along ? e : k - l * count], rows);
+        out[e] = row >= 0 && row < rows ? x[(l * rows + row) * width + e - k * width] : Unit{};
+    }
+}
+extern "C" __global__ void take_axis(
+    const T* x, const int* index, T* out, int along, i64 lead, i64 rows, i64 width, i64 count
+) {
+    wait_for_previous();
+    if (along || ((u64)x | (u64)out | width * sizeof(T)) % 16) take_planes(x, index, out, along, lead, rows, width, count);
+    else take_planes((const uint4*)x, index, (uint4*)out, 0, lead, rows, (i64)(width * sizeof(T) / 16), count);
 }
 template <typename V> struct Total { using type = float; };
 template <> struct Total<int> { using type = i64; };
@@ -308,6 +328,86 @@ extern "C" __global__ void sum_runs(
 #pragma unroll 8
         for (i64 j = place_of(row, sorted, count); j < stop; j++) total += widen(dout[order[j] * width + column]);
         dx[e] = narrow<T>(accumulate ? widen(dx[e]) + total : total);
+    }
+}
+// dx[l][r][w] = (or +=) the sum of dout[l][k][w] over all k with index[k] = r, or index[l][k][w] = r if `along`, in the order of
+// k. A block adds up a tile of dx in shared memory: `leads` of l, `tall` rows, `wide` of w, TILE bytes of Total at most, and
+// either tall = rows and wide = width or leads = 1. It is each tile's whole index that is read, a warp's part of the l and w by
+// one warp; where these are fewer than the warps, several read the same, each for every share-th row. No two warps have one
+// element, and a warp adds entries of one element in their order, so that no atomics are needed.
+// dx: T, or where the index is in gridDim.y parts each one's sums, Total, which sum_parts adds. Launch: grid (number of tiles,
+// parts), a multiple of 32 threads.
+constexpr int TILE = 32768, READ = 4;
+extern "C" __global__ void axis_sums(
+    const T* dout, const int* index, void* dx, int accumulate, int along, i64 lead, i64 rows, i64 width, i64 count, int leads,
+    int tall, int wide
+) {
+    wait_for_previous();
+    using V = typename Total<T>::type;
+    constexpr int SIZE = Pack<T>::SIZE;
+    __shared__ __align__(16) V totals[TILE / sizeof(V)];
+    i64 down = CEIL_DIV(rows, (i64)tall), across = CEIL_DIV(width, (i64)wide), tile = blockIdx.x;
+    i64 top = tile % down * tall, left = tile / down % across * wide, first = tile / (down * across) * leads;
+    leads = (int)min((i64)leads, lead - first), tall = (int)min((i64)tall, rows - top), wide = (int)min((i64)wide, width - left);
+    i64 part = CEIL_DIV(count, (i64)gridDim.y), begin = blockIdx.y * part;
+    part = max(min(part, count - begin), 0ll);
+    int threads = blockDim.x, lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = threads / 32, size = leads * tall * wide;
+    for (int e = threadIdx.x; e < size; e += threads) totals[e] = 0;
+    __syncthreads();
+
+    int lead_groups = min(leads, warps), groups = min(wide, warps / lead_groups), share = warps / (lead_groups * groups);
+    int lead_group = warp % lead_groups, group = warp / lead_groups % groups, own = warp / (lead_groups * groups);
+    int l0 = leads * lead_group / lead_groups, w0 = wide * group / groups;
+    u32 planes = leads * (lead_group + 1) / lead_groups - l0, columns = wide * (group + 1) / groups - w0;
+    i64 entries = own < share ? planes * part * columns : 0;
+    bool small = entries <= 0xffffffffll;
+    for (i64 at = 0; at < entries; at += READ * 32) {
+        i64 from[READ];
+        int to[READ];
+#pragma unroll
+        for (int j = 0; j < READ; j++) {
+            i64 i = at + j * 32 + lane, k = columns == 1 ? i : small ? (u32)i / columns : i / columns, l = 0;
+            int w = w0 + (int)(i - k * columns);
+            if (planes > 1) l = small ? (u32)k / (u32)part : k / part, k -= l * part;
+            from[j] = ((first + l0 + l) * count + begin + k) * width + left + w;
+            i64 row = i < entries ? wrap(index[along ? from[j] : begin + k], rows) : -1;
+            bool chosen = row >= top && row < top + tall && (share == 1 || (u32)(row - top) % (u32)share == own);
+            to[j] = chosen ? (int)(((l0 + l) * tall + row - top) * wide + w) : -1;
+        }
+        V values[READ];
+#pragma unroll
+        for (int j = 0; j < READ; j++) values[j] = to[j] >= 0 ? widen(dout[from[j]]) : 0;
+#pragma unroll
+        for (int j = 0; j < READ; j++) {
+            u32 same = __match_any_sync(~0u, to[j]);
+            int before = to[j] >= 0 ? __popc(same & ((1u << lane) - 1)) : -1;
+            for (int turn = 0; __any_sync(~0u, before >= turn); turn++) {
+                if (before == turn) totals[to[j]] += values[j];
+                __syncwarp();
+            }
+        }
+    }
+    __syncthreads();
+
+    int run = wide == width ? size : wide;  // elements of the tile that are beside each other in dx
+    i64 start = (first * rows + top) * width + left;
+    auto place = [&](int e) { return start + (run == size ? e : e / wide * width + e % wide); };
+    if (gridDim.y > 1) {
+        V* sums = static_cast<V*>(dx) + blockIdx.y * lead * rows * width;
+        for (int e = threadIdx.x; e < size; e += threads) sums[place(e)] = totals[e];
+        return;
+    }
+    T* out = static_cast<T*>(dx);
+    int step = run % SIZE || ((u64)(out + start) | (run == size ? 0 : width * sizeof(T))) % 16 ? 1 : SIZE;
+    for (int e = threadIdx.x * step; e < size; e += threads * step) {
+        T* target = out + place(e);
+        if (step == 1) *target = narrow<T>(accumulate ? widen(*target) + totals[e] : totals[e]);
+        else {
+            Pack<T> pack = accumulate ? load_pack(target) : Pack<T>{};
+#pragma unroll
+            for (int j = 0; j < SIZE; j++) pack.v[j] = narrow<T>(accumulate ? widen(pack.v[j]) + totals[e + j] : totals[e + j]);
+            store_pack(target, pack);
+        }
     }
 }
 // out[row] = 1 + the largest i with index[i] = row. out holds zeros before. An atomic maximum of integers is deterministic.

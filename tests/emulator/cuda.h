@@ -110,6 +110,19 @@ static inline unsigned __ballot_sync(unsigned mask, int holds) {
     });
     return (unsigned)holds;
 }
+static inline unsigned __match_any_sync(unsigned mask, int value) {
+    emulator::meet_lanes(&value, mask, [](const void* const* operands, uint32_t lanes) {
+        int values[32];
+        for (int i = 0; i < 32; i++)
+            if (lanes >> i & 1) values[i] = *(const int*)operands[i];
+        for (int i = 0; i < 32; i++) {
+            unsigned same = 0;
+            for (int k = 0; k < 32; k++) same |= (unsigned)((lanes >> i & lanes >> k & 1) && values[i] == values[k]) << k;
+            if (lanes >> i & 1) *(int*)operands[i] = (int)same;
+        }
+    });
+    return (unsigned)value;
+}
 static inline int __any_sync(unsigned mask, int holds) {
     emulator::meet_lanes(&holds, mask, [](const void* const* operands, uint32_t lanes) {
         int any = 0;

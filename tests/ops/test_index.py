@@ -213,6 +213,46 @@ def test_sums_of_many_entries(rows, width, count, dtype, device, rng):
     np.testing.assert_allclose(found[0].astype(np.float64), expected, rtol=rounding, atol=1e-6)
 
 
+@pytest.mark.parametrize("shape, axis, count, along", [
+    ((3, 5), 1, 4, False), ((3, 5), 1, 40, False), ((2, 9001), 1, 300, False), ((2, 5), 1, 9000, False),
+    ((530, 16, 3), 1, 7, False), ((2, 3, 7, 24), 2, 9, False), ((3, 70, 136), 1, 50, False),
+    ((2, 1030, 24), 1, 31, False), ((5, 0), 1, 0, False), ((3, 5), 1, 4, True), ((3, 50), 1, 50, True),
+    ((300, 40), 0, 3, True), ((300, 40), 0, 900, True), ((40, 17, 3), 1, 5, True), ((4, 2100), 0, 9, True),
+    ((700, 8), 1, 1, True), ((3, 9000), 1, 5, True),
+], ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32"])
+def test_along_an_axis(shape, axis, count, along, dtype, device, rng):
+    """With negative and repeated entries; twice, with the same bits."""
+    rows = shape[axis]
+    size = tuple(count if i == axis else n for i, n in enumerate(shape)) if along else (count,)
+    index = rng.integers(-rows, rows, size) if count else np.zeros(size, int)
+    index = np.where(rng.random(size) < 0.3, rows // 2, index)
+    x = Tensor(rng.integers(-9, 9, shape), dtype=dtype, device=device)
+    there = Tensor(index, device=device)
+    out = cudiff.take_along_axis(x, there, axis) if along else cudiff.take(x, there, axis)
+    numbers = x.numpy().astype(np.float64)
+    taken = np.take_along_axis(numbers, index, axis) if along else np.take(numbers, index, axis)
+    np.testing.assert_array_equal(out.numpy().astype(np.float64), taken)
+    values = Tensor(rng.integers(-9, 9, out.shape), dtype=dtype, device=device)
+    places = tuple(np.ogrid[tuple(map(slice, size))]) if along else (slice(None),) * axis
+    places = (*places[:axis], index, *places[axis + 1 :])
+    expected = numbers.copy()
+    np.add.at(expected, places, values.numpy().astype(np.float64))
+    rounding = 1e-2 if dtype == "bfloat16" else 1e-6
+    found = []
+    for _ in range(2):
+        if dtype == "int32":
+            found.append(x.at[tuple(Tensor(place, device=device) if isinstance(place, np.ndarray) else place
+                                    for place in places)].add(values).numpy())
+            continue
+        leaf = Tensor(x, requires_grad=True)
+        leaf.grad = x.data.copy()
+        (cudiff.take_along_axis(leaf, there, axis) if along else cudiff.take(leaf, there, axis)).backward(values)
+        found.append(Tensor(leaf.grad).numpy())
+    np.testing.assert_array_equal(found[0], found[1])
+    np.testing.assert_allclose(found[0].astype(np.float64), expected, rtol=rounding, atol=1e-6)
+
+
 def test_indices_on_a_gpu_in_a_captured_function(host_of, monkeypatch):
     """Arrays that are there already, slices and numbers; nothing is copied from the host."""
     host = host_of(True)

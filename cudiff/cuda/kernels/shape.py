@@ -199,12 +199,56 @@ def at_16_bytes(array: Array) -> Array:
     return array if array.data.ptr % 16 == 0 else array.copy()
 
 
-def rows(x: Array, index: Array) -> Array:
-    """x[index] along the first axis. index: int32; negative ones count from the end. Rows that are not in x are 0."""
-    out = empty((*index.shape, *x.shape[1:]), x.dtype)
+def rows(x: Array, index: Array, axis: int = 0, along: bool = False) -> Array:
+    """x[index] along `axis`, or if `along` NumPy's take_along_axis, for an index of the result's shape.
+
+    index: int32; negative ones count from the end. Rows that are not in x are 0.
+    """
+    out = empty(index.shape if along else (*x.shape[:axis], *index.shape, *x.shape[axis + 1 :]), x.dtype)
+    if axis or along:
+        args = (x, index, out, along, *_planes(x, axis), np.int64(index.shape[axis] if along else index.size))
+        launch("shape", "take_axis", blocks(out.size, 1024), 256, args, T=x.dtype)
+        return out
     sizes = map(np.int64, (x.shape[0], math.prod(x.shape[1:]), index.size))
     launch("shape", "take", blocks(out.size, 1024), 256, (x, index, out, *sizes), T=x.dtype)
     return out
+
+
+def _planes(x: Array, axis: int) -> tuple[np.int64, ...]:
+    """The size of x's axes before `axis`, of that axis, and of those behind it."""
+    return np.int64(math.prod(x.shape[:axis])), np.int64(x.shape[axis]), np.int64(math.prod(x.shape[axis + 1 :]))
+
+
+_TILE = 32768
+
+
+def axis_sums(dout: Array, index: Array, dx: Array, accumulate: bool, axis: int, along: bool) -> None:
+    """dx[..., r, ...] = or (accumulate) += the sum of dout[..., i, ...] along `axis` for all i with index[i] == r, in
+    order, or if `along` with index[..., i, ...] == r.
+
+    index: int32; negative ones count from the end. Rows that are not in dx are left out. A tile of dx is as many whole
+    planes, of `axis` and the axes behind it, as fit in a block's shared memory, or a part of one plane that is 32 bytes
+    wide where the plane is. The index is divided where tiles are fewer than two for each multiprocessor of an H200.
+    """
+    if not dx.size:
+        return
+    sizes = lead, size, width = tuple(map(int, _planes(dx, axis)))
+    count = index.shape[axis] if along else index.size
+    total = np.dtype(float32 if is_float(dx.dtype) else int64)
+    most, sector = _TILE // total.itemsize, 32 // dx.itemsize
+    if size * width <= most:
+        leads, tall, wide = max(1, min(most // (size * width), lead // 264)), size, width
+    else:
+        wide = min(width, max(sector, most // size // sector * sector))
+        leads, tall = 1, min(size, most // wide)
+    grid = blocks(lead, leads) * blocks(size, tall) * blocks(width, wide)
+    parts = max(1, min(leads * wide * count // 4096, 264 // grid))
+    out = empty((parts, dx.size), total) if parts > 1 else dx
+    args = (dout, index, out, accumulate, along, *map(np.int64, (*sizes, count)), leads, tall, wide)
+    launch("shape", "axis_sums", (grid, parts), 256, args, T=dx.dtype)
+    if parts > 1:
+        args = (out, dx, accumulate, np.int64(dx.size), parts)
+        launch("shape", "sum_parts", blocks(dx.size, 256), 256, args, T=dx.dtype)
 
 
 def row_sums(dout: Array, index: Array, dx: Array, accumulate: bool, from_end: bool) -> None:
