@@ -33,6 +33,7 @@
 #include "attention_mask.cuh"
 #include "attention_sm90.cuh"
 
+static_assert(!MASKED || GROUPS == 1, "a block's queries are of one tile of the mask");
 constexpr int THREADS = GROUPS * 128;
 constexpr int BLOCKS = (DP == 32 ? 6 - MASKED : DP <= 80 ? 4 : 3) / GROUPS;  // that fit by registers
 constexpr int KV_BLOCKS = DP <= 96 ? 3 : 2;
@@ -47,12 +48,11 @@ template <int THREADS, class Load> __device__ __forceinline__ void reuse_stage(R
 }
 
 // The mask of a tile's keys for this lane's two rows, of the 64 from `first` on: bits. Loaded while the scores are computed.
-__device__ __forceinline__ void load_mask(u64 (&attends)[2], const Mask& pairs, int first, int key_tile) {
+__device__ __forceinline__ void load_mask(u64 (&attends)[2], const Mask& pairs, TileState state, int first, int key_tile) {
     if (!MASKED) return;
-    TileState state = pairs.state(first / 64, key_tile);
 #pragma unroll
     for (int r = 0; r < 2; r++)
-        attends[r] = state == SOME ? pairs.rows(key_tile, first + WARP_ROW + 8 * r + GROUP)[0] : state == ALL ? ~0ull : 0;
+        attends[r] = state == SOME ? pairs.rows(key_tile, first + WARP_ROW + 8 * r + GROUP)[0] : ~0ull;
 }
 // Scores of the pairs that do not attend become -inf. The keys are a tile's, or its first 2 COUNT.
 template <int COUNT> __device__ __forceinline__ void mask_keys(float (&s)[COUNT], const u64 (&attends)[2]) {
@@ -95,14 +95,14 @@ template <int COUNT> __device__ __forceinline__ void clear(float (&c)[COUNT]) {
 // the tile of values behind it. `left` tokens exist; those after them are masked. The queries lie from `first` on.
 template <int KEYS>
 __device__ __forceinline__ void attend(float (&acc)[DP / 2], float (&top)[2], float (&sum)[2], u32 queries, u32 tile, int left,
-                                       float scale2, bool add, const Mask& pairs, int first, int step) {
+                                       float scale2, bool add, const Mask& pairs, TileState state, int first, int step) {
     float s[KEYS / 2];
     u32 weights[KEYS / 16][4];
     u64 attends[2];
     wgmma_fence();
     multiply_tokens<KEYS / 2, 64>(s, queries, tile);
     wgmma_commit();
-    load_mask(attends, pairs, first, step);
+    load_mask(attends, pairs, state, first, step);
     wgmma_wait<0>();
     if (left < KEYS) mask(s, left);
     mask_keys(s, attends);
@@ -130,11 +130,11 @@ forward(const __grid_constant__ TileMap q, const __grid_constant__ TileMap k, co
     Head at(h, D);
     lse += ((i64)n * heads + h) * TP;
     Mask pairs(bits, states, by_image, by_head, n, h, Tq, Tk);
-    auto next = [&](int step) { return pairs.next_keys<GROUPS * 64, 64>(tile * GROUPS * 64, step, steps); };
+    Walk walk(pairs, pairs.at.of_queries(tile)), loading = walk;
     Ring ring(stages, 2 * TILE, STAGES, barriers), loads = ring;
     int ahead = 0;  // the steps before it are loaded or skipped
     auto load = [&] {
-        ahead = next(ahead);
+        ahead = loading.next<64>(ahead, steps);
         if (ahead >= steps) return;
         u32 full = loads.acquire(2 * TILE);
         load_tile(loads.buffer(), k, full, at, ahead * 64, n);
@@ -158,12 +158,12 @@ forward(const __grid_constant__ TileMap q, const __grid_constant__ TileMap k, co
     float top[2] = {lowest(), lowest()}, sum[2] = {};  // of rows GROUP and GROUP + 8: score * scale2 of the weight 1; this
                                                        // lane's part of the denominator
     if (MASKED) clear(acc);
-    for (int step = next(0); step < steps; step = next(step + 1)) {
+    for (int step = walk.next<64>(0, steps); step < steps; step = walk.next<64>(step + 1, steps)) {
         int left = Tk - step * 64;
         bool add = MASKED || step > 0;
         ring.wait();
-        if (left > FEW) attend<64>(acc, top, sum, own, ring.buffer(), left, scale2, add, pairs, first, step);
-        else attend<FEW>(acc, top, sum, own, ring.buffer(), left, scale2, add, pairs, first, step);
+        if (left > FEW) attend<64>(acc, top, sum, own, ring.buffer(), left, scale2, add, pairs, walk.state(step), first, step);
+        else attend<FEW>(acc, top, sum, own, ring.buffer(), left, scale2, add, pairs, walk.state(step), first, step);
         reuse_stage<128>(ring, load);
     }
     finish_rows(acc, top, sum, lse, first, Tq, TP);
@@ -261,11 +261,11 @@ backward_q(const __grid_constant__ TileMap q, const __grid_constant__ TileMap k,
     lse += ((i64)n * heads + h) * TP;
     delta += ((i64)n * heads + h) * TP;
     Mask pairs(bits, states, by_image, by_head, n, h, Tq, Tk);
-    auto next = [&](int step) { return pairs.next_keys<64, 64>(first, step, steps); };
+    Walk walk(pairs, pairs.at.of_queries(tile)), loading = walk;
     Ring ring(stages, 2 * TILE, STAGES, barriers), loads = ring;
     int ahead = 0;  // the steps before it are loaded or skipped
     auto load = [&] {
-        ahead = next(ahead);
+        ahead = loading.next<64>(ahead, steps);
         if (ahead >= steps) return;
         u32 full = loads.acquire(2 * TILE);
         load_tile(loads.buffer(), k, full, at, ahead * 64, n);
@@ -282,7 +282,7 @@ backward_q(const __grid_constant__ TileMap q, const __grid_constant__ TileMap k,
     u32 weights[4][4];
     float s[32], dp[32], acc[DP / 2];
     if (MASKED) clear(acc);
-    for (int step = next(0); step < steps; step = next(step + 1)) {
+    for (int step = walk.next<64>(0, steps); step < steps; step = walk.next<64>(step + 1, steps)) {
         ring.wait();
         wgmma_fence();
         multiply_tokens(s, base, ring.buffer());
@@ -290,7 +290,7 @@ backward_q(const __grid_constant__ TileMap q, const __grid_constant__ TileMap k,
         multiply_tokens(dp, base + TILE, ring.buffer() + TILE);
         wgmma_commit();
         u64 attends[2];
-        load_mask(attends, pairs, first, step);
+        load_mask(attends, pairs, walk.state(step), first, step);
         wgmma_wait<1>();
         if ((step + 1) * 64 > Tk) mask(s, Tk - step * 64);
         mask_keys(s, attends);
@@ -329,11 +329,11 @@ backward_kv(const __grid_constant__ TileMap q, const __grid_constant__ TileMap k
     lse += ((i64)n * heads + h) * TP;
     delta += ((i64)n * heads + h) * TP;
     Mask pairs(bits, states, by_image, by_head, n, h, Tq, Tk);
-    auto next = [&](int step) { return pairs.next_queries<64, 64>(first, step, steps); };
+    Walk walk(pairs, pairs.at.of_keys(blockIdx.x)), loading = walk;
     Ring ring(stages, STAGE, STAGES, barriers), loads = ring;
     int ahead = 0;
     auto load = [&] {
-        ahead = next(ahead);
+        ahead = loading.next<64>(ahead, steps);
         if (ahead >= steps) return;
         u32 full = loads.acquire(BYTES), rows = loads.buffer() + 2 * TILE;
         load_tile(loads.buffer(), q, full, at, ahead * 64, n);
@@ -348,7 +348,7 @@ backward_kv(const __grid_constant__ TileMap q, const __grid_constant__ TileMap k
     float dk_acc[DP / 2], dv_acc[DP / 2];
     if (MASKED) clear(dk_acc), clear(dv_acc);
     barrier_wait(own_barrier, 0);
-    for (int step = next(0); step < steps; step = next(step + 1)) {
+    for (int step = walk.next<64>(0, steps); step < steps; step = walk.next<64>(step + 1, steps)) {
         ring.wait();
         u32 q_tile = ring.buffer(), dout_tile = q_tile + TILE;
         const float* rows = reinterpret_cast<const float*>(shared + (q_tile - base) + 2 * TILE);
@@ -362,7 +362,7 @@ backward_kv(const __grid_constant__ TileMap q, const __grid_constant__ TileMap k
             multiply_tokens<AT_ONCE / 2, 64>(ds, base + TILE, dout_tile, i);
             wgmma_commit();
             wgmma_wait<1>();
-            if (MASKED && pairs.state(step, blockIdx.x) == SOME) mask_queries(p, reinterpret_cast<const u64*>(rows + 128) + i);
+            if (MASKED && walk.state(step) == SOME) mask_queries(p, reinterpret_cast<const u64*>(rows + 128) + i);
             weigh_again(p, rows + i, scale2);
             wgmma_wait<0>();
             differentiate(ds, p, rows + 64 + i);
