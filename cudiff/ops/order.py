@@ -90,7 +90,7 @@ def _cumulative(x: Array, axis: int, reverse: bool = False) -> Array:
     columns = builtins.min(32, power_of_two(inner))
     most = 128 if inner == 1 and count > 128 else 16
     lanes = builtins.min(most, power_of_two(blocks(count, 8)))
-    rows = builtins.min(builtins.max(1, 256 // (columns * lanes)), power_of_two(outer))
+    rows = builtins.min(builtins.max(1, 256 // (columns * lanes)), power_of_two(outer), 64)
     block, tile = (columns, lanes, rows), 8 * lanes
     grid, parts, before = blocks(outer, rows) * blocks(inner, columns), 1, None
     if grid < 132:  # too few blocks: they sum parts of the axis, and then begin with the sums of those before

@@ -134,7 +134,7 @@ def softmax_grid(outer: int, size: int, inner: int, itemsize: int) -> tuple[int,
     few, many = (power_of_two(blocks(size, each)) for each in (8, 32))
     staged = 16384 // itemsize
     short = inner == 1 and size <= staged // 8
-    lanes = min(few, 32) if short else min(max(min(few, 256), many), 1024 // columns)
+    lanes = min(few, 32) if short else min(max(min(few, 256), many), 512 // columns)
     rows = at_once = max(1, 256 // (columns * lanes))
     most = staged // size // at_once * at_once
     if short and blocks(outer, most) >= 4 * multiprocessors():

@@ -178,7 +178,8 @@ template <typename S> __device__ __forceinline__ S warp_scan(S x, int lane) {
 // that is. Both are [outer][gridDim.y][inner], of float or i64. out may be null.
 // A block goes through its chunk by tiles of ITEMS elements a lane. Of one column a lane's elements lie `lanes` apart, so that a
 // warp reads adjacent ones; of several, and where there are fewer than 32 lanes, they are adjacent.
-// Launch: block (columns, lanes, rows), powers of two of product at most 512; of one column at most 128 lanes, else 16.
+// Launch: block (columns, lanes, rows), powers of two of product at most 512, at most 64 rows; of one column at most
+// 128 lanes, else 16.
 constexpr int ITEMS = 8;
 extern "C" __global__ void cumsum(const T* x, OUT* out, const void* before, void* sums, int reverse, i64 outer, i64 count,
                                   i64 inner, i64 chunk) {

@@ -2,7 +2,7 @@
 // of one place in [outer][inner]. out T; stats float2 [outer][inner]: each row's maximum and its sum of exp(x - maximum), which the
 // backward reads. Cross-entropy is of rows (M, K), with losses, loss, dloss float32 and labels int32 (M).
 // Outputs overwrite; dx accumulates where `add`. NaN comes out of a row whose label lies outside 0 to K - 1.
-// Launch, unless said otherwise: block (columns, at_once * lanes), powers of two of product 256 to 1024, at most 32 columns;
+// Launch, unless said otherwise: block (columns, at_once * lanes), powers of two of product 256 or 512, at most 32 columns;
 // CEIL_DIV(outer, rows) * CEIL_DIV(inner, columns) blocks. A row's elements are dealt to `lanes` threads. A block has `rows` rows in
 // each column. They are at_once, unless inner is 1 and K at most STAGED / 8: then any multiple of it of which K elements each fit
 // STAGED, lanes are at most 32, and the product is 256.
@@ -92,7 +92,7 @@ template <typename Op> __device__ __forceinline__ float shuffle_reduce(float x, 
 
 // x reduced over the lanes of a row, for each of them.
 template <typename Op> __device__ __forceinline__ float row_reduce(float x, int lanes) {
-    __shared__ float warps[1024];
+    __shared__ float warps[512];
     int columns = blockDim.x, group = columns * lanes;  // threads whose lanes belong together
     x = shuffle_reduce<Op>(x, min(group, 32), columns);
     if (group <= 32) return x;
