@@ -165,7 +165,7 @@ def offer_channels(own: Callable[[Problem], float],
             weight=p.weight._replace(shape=(_whole(k), rows, columns, _whole(c)), rows_aligned=True), norm=(), skip=(),
             skip_weight=None,
         )
-        if max(again.x.size, again.out.size) >= 2**31:
+        if max(again.x.size, again.out.size, math.prod(again.weight.shape)) >= 2**31:
             return None
         images += [p.out] if Fusion.ADDEND in p.wanted and p.out in images else []
         copies = sum(fit_microseconds(image.shape, image.dtype) for image in images)
