@@ -86,10 +86,10 @@ def product(m, n, k, out=BF16, dtype=BF16, transpose_a=False, transpose_b=False,
 
 @pytest.mark.parametrize("transposed", list(itertools.product((False, True), repeat=2)))
 @pytest.mark.parametrize("sizes, more, on_hopper, on_older", [
-    ((4095, 4095, 4097), {}, "shape.copy, gemm_sm90", "shape.copy, matmul"),
-    ((4095, 4095, 4097), {"add": True}, "shape.copy, gemm_sm90", "shape.copy, matmul"),
-    ((4095, 4095, 4097), {"out": FP32}, "shape.copy, gemm_sm90", "shape.copy, matmul"),
-    ((1001, 997, 999), {}, "shape.copy, gemm_sm90", "shape.copy, matmul"),
+    ((4095, 4095, 4097), {}, "shape.fit, gemm_sm90", "shape.fit, matmul"),
+    ((4095, 4095, 4097), {"add": True}, "shape.fit, gemm_sm90", "shape.fit, matmul"),
+    ((4095, 4095, 4097), {"out": FP32}, "shape.fit, gemm_sm90", "shape.fit, matmul"),
+    ((1001, 997, 999), {}, "shape.fit, gemm_sm90", "shape.fit, matmul"),
     ((4096, 4096, 4096), {}, "gemm_sm90", "matmul"),
     ((4095, 4095, 4097), {"dtype": FP32, "out": FP32, "products": 3}, "matmul", "matmul"),
     ((3, 5, 7), {}, "matmul", "matmul"), ((63, 65, 129), {}, "matmul", "matmul"),
@@ -135,7 +135,7 @@ def test_which_linear_layers_get_channels_of_zeros(direction, rows, inputs, outp
     x, out = (out, x) if direction == DGRAD else (x, out)
     asked = Problem(direction, x, Weight((outputs, 1, 1, inputs), inputs % 4 == 0), out)
     for architecture in ("sm_90a", "sm_80"):
-        assert LINEAR.select(asked, architecture).row.name.startswith("shape.copy, channels") == copies
+        assert LINEAR.select(asked, architecture).row.name.startswith("shape.fit, channels") == copies
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 4), (2, 16, 64)])

@@ -7,7 +7,7 @@ from cudiff.backend import bfloat16
 from cudiff.cuda.kernels.convolution import grouped, restated
 from cudiff.cuda.kernels.convolution.problem import DGRAD, FPROP, WGRAD, Fusion, Image, Problem, Weight
 from cudiff.cuda.kernels.convolution.table import CONVOLUTION
-from cudiff.ops.conv2d import conv1d, conv2d
+from cudiff.ops.conv2d import conv1d, conv2d, conv_transpose2d
 from cudiff.ops.norm_silu_conv2d import norm_silu_conv2d
 from cudiff.tensor import Tensor
 from tests.check import check_op
@@ -15,7 +15,7 @@ from tests.host import forget
 from tests.ops.test_conv2d import torch_conv2d
 
 LOW = np.dtype(bfloat16)
-COPIES, CHANNELS = "shape.copy, undilated", "shape.copy, channels"
+COPIES, CHANNELS = "shape.copy, undilated", "shape.fit, channels"
 
 # (N, H, W, C), (K, R, S), padding, dilation
 DILATED = [
@@ -104,11 +104,19 @@ def test_channels(device, rng, always, x, kernel, stride, padding, with_bias):
              torch_fn=torch_conv2d(stride, padding), dtypes=("bfloat16", "float16"))
 
 
+@pytest.mark.parametrize("c, k, stride", [(12, 20, 2), (16, 9, 1), (10, 16, (2, 1)), (24, 3, 2)])
+def test_transposed_convolutions(device, rng, always, c, k, stride):
+    x, weight, bias = rng.standard_normal((2, 5, 4, c)), rng.standard_normal((c, 3, 2, k)), rng.standard_normal(k)
+    check_op(lambda *t: conv_transpose2d(*t, stride=stride, padding=1), x, weight, bias, device=device,
+             fp32_inputs=(2,), dtypes=("float32", "bfloat16"))
+
+
 @pytest.mark.parametrize("with_skip", [True, False])
-def test_channels_of_fused_convolutions(device, rng, always, with_skip):
+@pytest.mark.parametrize("c, k", [(20, 12), (24, 12), (20, 16)])
+def test_channels_of_fused_convolutions(device, rng, always, with_skip, c, k):
     """An embedding, a residual or a skip path are added, behind a norm."""
-    shapes = (2, 6, 5, 20), (12, 3, 3, 20), (2, 6, 5, 20 if with_skip else 12), (12,), (2, 12), (20,), (20,)
-    arrays = [rng.standard_normal(shape) for shape in (*shapes, *([(12, 1, 1, 20)] if with_skip else []))]
+    shapes = (2, 8, 8, c), (k, 3, 3, c), (2, 8, 8, c if with_skip else k), (k,), (2, k), (c,), (c,)
+    arrays = [rng.standard_normal(shape) for shape in (*shapes, *([(k, 1, 1, c)] if with_skip else []))]
 
     def unit(x, weight, residual, bias, emb, norm_weight, norm_bias, skip_weight=None):
         return norm_silu_conv2d(x, weight=weight, bias=bias, norm_weight=norm_weight, norm_bias=norm_bias, emb=emb,
@@ -138,7 +146,7 @@ def test_channels_of_other_fusions_are_left(wanted):
     asked = problem(FPROP, (64, 32, 32, 100), (100, 3, 3, 100), (1, 1), (1, 1), wanted=frozenset({wanted}))
     if wanted == Fusion.SECOND_SOURCE:
         asked = asked._replace(x=Image((64, 32, 32, 50), LOW), x2=Image((64, 32, 32, 50), LOW))
-    assert not CONVOLUTION.select(asked, "sm_90a").row.name.startswith("shape.copy")
+    assert not CONVOLUTION.select(asked, "sm_90a").row.name.startswith("shape.")
 
 
 # (N, H, W, C), (K, R, S), stride, padding, groups

@@ -111,7 +111,7 @@ def undilated(given: Operands, p: Problem) -> Restated:
         result = empty((len(x), *of_result[0], out.shape[3]), out.dtype)
     else:
         result = addend = _cut(addend, p.dilation, *of_result)
-    given = given._replace(x=x, out=result, epilogue=given.epilogue._replace(addend=addend))
+    given = given._replace(x=x, out=result, epilogue=given.epilogue._replace(addend=addend), norm=None)
     return Restated(given, lambda: _join(result, p.dilation, of_result[1], out), steps)
 
 
@@ -165,7 +165,7 @@ def offer_channels(own: Callable[[Problem], float],
             weight=p.weight._replace(shape=(_whole(k), rows, columns, _whole(c)), rows_aligned=True), norm=(), skip=(),
             skip_weight=None,
         )
-        if max(again.x.size, again.out.size) >= 2**31:
+        if max(again.x.size, again.out.size, math.prod(again.weight.shape)) >= 2**31:
             return None
         images += [p.out] if Fusion.ADDEND in p.wanted and p.out in images else []
         copies = sum(fit_microseconds(image.shape, image.dtype) for image in images)
@@ -198,7 +198,7 @@ def whole_channels(given: Operands, p: Problem) -> Restated:
     if shape != weight.shape:
         weight = fitted(weight, shape)
     if p.out.rows_aligned:
-        return Restated(given._replace(x=x, weight=weight), None, steps)
+        return Restated(given._replace(x=x, weight=weight, norm=None), None, steps)
     channels = out.shape[-1]
     bias, emb, addend = (None if term is None else fitted(term, (*term.shape[:-1], _whole(channels)))
                          for term in epilogue[:3])
@@ -259,7 +259,7 @@ def folded(given: Operands, p: Problem) -> Restated:
     weight = _fold(weight, p.stride, none, again.weight.shape)
     if p.direction == FPROP:
         x = _fold(given.x, p.stride, p.padding, again.x.shape)
-        return Restated(given._replace(x=x, weight=weight), None, steps)
+        return Restated(given._replace(x=x, weight=weight, norm=None), None, steps)
     addend = given.epilogue.addend
     if addend is None:
         result = empty(again.out.shape, given.out.dtype)

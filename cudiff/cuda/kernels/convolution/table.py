@@ -114,12 +114,12 @@ CONVOLUTION = Table(
         "fprop of float32; writes no statistics, for the same reason"),
     Row("matmul", ANY, matrices.offer_pixels, matrices.run_pixels,
         "1x1 of stride 1 and one source, by the table of linear layers; not if conv2d writes the wanted statistics"),
-    Row("shape.copy, channels, sm90", SM90, restated.offer_channels(portable.microseconds, windows_sm90.otherwise),
+    Row("shape.fit, channels, sm90", SM90, restated.offer_channels(portable.microseconds, windows_sm90.otherwise),
         _restated(restated.whole_channels),
         "16-bit images of other channels than multiples of 8, as a convolution by this table with channels of zeros; "
         "adds bias, embedding and addend; not with two sources or an upsampled input; declines where conv2d is "
         "estimated to take less time without copies"),
-    Row("shape.copy, channels", ANY, restated.offer_channels(portable.microseconds, portable.microseconds),
+    Row("shape.fit, channels", ANY, restated.offer_channels(portable.microseconds, portable.microseconds),
         _restated(restated.whole_channels),
         "the same, where conv2d is estimated to gain more by aligned pixels than the copies take"),
     Row("conv2d", ANY, portable.offer, portable.run,

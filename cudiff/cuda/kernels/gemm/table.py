@@ -68,11 +68,11 @@ LINEAR = Table(
         "16 bits, the first of whole 64 channels"),
     Row("conv2d_wgrad_sm90, conv2d_wgrad_tf32_sm90", SM90, wgrad_sm90.offer, _as_convolution,
         "weight gradient of the same, of any number of channels"),
-    Row("shape.copy, channels, gemm_sm90", SM90,
+    Row("shape.fit, channels, gemm_sm90", SM90,
         restated.offer_channels(portable.linear_microseconds, gemm_sm90.linear_microseconds), _run_channels,
         "16 bits, other channels than multiples of 8, by this table with channels of zeros; adds a bias and an addend; "
         "declines where matmul is estimated to take less time without copies"),
-    Row("shape.copy, channels", ANY,
+    Row("shape.fit, channels", ANY,
         restated.offer_channels(portable.linear_microseconds, portable.linear_microseconds), _run_channels,
         "the same, where matmul is estimated to gain more by aligned rows than the copies take"),
     Row("matmul", ANY, portable.offer, portable.run, "all; two sources by a launch for each"),
@@ -82,10 +82,10 @@ MATMUL = Table(
     "products of matrices",
     Row("gemm_sm90", SM90, gemm_sm90.offer_product, gemm_sm90.run_product,
         "16 bits, rows at multiples of 16 bytes; float32 results of 8 n rows and columns too"),
-    Row("shape.copy, gemm_sm90", SM90, offer_copies(gemm_sm90.microseconds), _run_copies,
+    Row("shape.fit, gemm_sm90", SM90, offer_copies(gemm_sm90.microseconds), _run_copies,
         "16 bits, rows elsewhere, by copies whose lengths are multiples of 8; declines if matmul is estimated to take "
         "less time without copies"),
-    Row("shape.copy, matmul", ANY, offer_copies(portable.microseconds), _run_copies,
+    Row("shape.fit, matmul", ANY, offer_copies(portable.microseconds), _run_copies,
         "16 bits, by such copies, where they are estimated to take less time than loads of single elements"),
     Row("matmul", ANY, portable.offer_product, portable.run_product, "all"),
 )
