@@ -121,6 +121,7 @@ def more() -> Iterator[tuple[str, Callable[[], Any]]]:
         tensor(200, 2, 2, 136, dtype="bfloat16"), tensor(136, 3, 3, 136), tensor(136), padding=1))
     yield "strided convolution", lambda: _back(ops.conv2d(
         tensor(64, 16, 16, 128, dtype="bfloat16"), tensor(128, 3, 3, 128), tensor(128), stride=2, padding=1))
+    yield "layer norm of long rows", lambda: _back(ops.layer_norm(tensor(9, 10248), tensor(10248), tensor(10248)))
     yield "comparisons", _comparisons
     yield "integers", _integers
     yield "rows of a long index", lambda: _back(tensor(3, 700)[rng.integers(0, 3, 5000)])
