@@ -109,6 +109,7 @@ def more() -> Iterator[tuple[str, Callable[[], Any]]]:
         ops.attention(*(tensor(1, 520, 2, 96, dtype="bfloat16") for _ in "qkv")))
     yield "linear layer", lambda: _back(ops.linear(
         tensor(300, 136, dtype="bfloat16"), tensor(200, 136), tensor(200)))
+    yield "linear layer of few rows", lambda: _back(ops.linear(tensor(3, 1030), tensor(1031, 1030), tensor(1031)))
     for name in ("gelu", "gelu_tanh", "silu"):
         yield f"mlp by {name}", lambda n=name: _back(ops.mlp(
             tensor(9, 24), tensor(40, 24), tensor(40), tensor(16, 40), tensor(16), tensor(9, 16), n))

@@ -54,6 +54,7 @@ CHOSEN = {  # for kernels that the others do not need: shapes of operands, and t
     "norm of long rows": (((2, 10248), (10248,), (10248,)), ops.layer_norm),
     "norm": (((2, 16, 16, 64), (64,), (64,)), lambda x, w, b: ops.group_norm(x, w, b, num_groups=8)),
     "linear": (((1000, 512), (1024, 512)), ops.linear),
+    "linear of few rows": (((3, 1024), (1024, 1024)), ops.linear),
     "tanh-GELU": (((4, 16),), lambda x: ops.gelu(x, approximate="tanh")),
     "mlp": (((8, 16), (32, 16), (32,), (16, 32), (16,)), ops.mlp),
     **{f"mlp by {name}": (((8, 16), (32, 16), (32,), (16, 32), (16,)), functools.partial(ops.mlp, activation=name))

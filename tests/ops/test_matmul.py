@@ -7,6 +7,7 @@ import pytest
 from cudiff.backend import bfloat16
 from cudiff.cuda import select
 from cudiff.cuda.device import current_device
+from cudiff.cuda.kernels.gemm import matmul as portable
 from cudiff.cuda.kernels.gemm import whole
 from cudiff.cuda.kernels.gemm.problem import Matrix, Product
 from cudiff.cuda.kernels.gemm.table import MATMUL
@@ -108,6 +109,24 @@ def test_linear(device, rng, x, outputs, with_bias):
     arrays.append(rng.standard_normal(outputs) if with_bias else None)
     check_op(linear, *arrays, device=device, fp32_inputs=(2,), dtypes=("float32", "bfloat16", "float16"),
              torch_fn=lambda x, w, b: torch.nn.functional.linear(x, w, b))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 8])
+@pytest.mark.parametrize("outputs, channels", [(40, 1160), (67, 130), (1, 4)])
+def test_linear_of_few_rows(device, rng, rows, outputs, channels, monkeypatch):
+    monkeypatch.setattr(portable, "FEW_ROWS_OF", 1)
+    sizes = (rows, channels), (outputs, channels), (outputs,), (rows, outputs)
+    arrays = [rng.standard_normal(size) for size in sizes]
+    check_op(linear, *arrays, device=device, torch_fn=lambda x, w, b, r: torch.nn.functional.linear(x, w, b) + r)
+
+
+def test_few_rows_are_a_pass_over_the_weight(host_of):
+    host = host_of(False)
+    for rows, outputs, launched in ((8, 1024, ("gemm", "few_rows")), (9, 1024, ("matmul", "matmul")),
+                                    (8, 1023, ("matmul", "matmul"))):
+        host.launches.clear()
+        linear(*(Tensor(host.zeros(size, np.float32)) for size in ((rows, 1024), (outputs, 1024))))
+        assert host.launches[0] == launched
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 4), (2, 16, 64)])
