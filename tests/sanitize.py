@@ -95,6 +95,7 @@ def more() -> Iterator[tuple[str, Callable[[], Any]]]:
             tensor(1, 2, 2, 4096, dtype=d), tensor(4096), tensor(4096), 32))
         yield f"conv2d of few channels {dtype}", lambda d=dtype: _few_channels(tensor, d)
         yield f"transpose {dtype}", lambda d=dtype: _back(ops.transpose(tensor(3, 5, 64, dtype=d), (1, 0, 2)))
+        yield f"transposed matrix {dtype}", lambda d=dtype: _turned(tensor(70, 33, dtype=d))
         yield f"twice {dtype}", lambda d=dtype: _twice(tensor(6, 5, 64, dtype=d))
         for tokens in (64, 130, 300):
             yield f"attention {dtype} {tokens}", lambda d=dtype, t=tokens: _back(
@@ -159,6 +160,10 @@ def _few_channels(tensor: Callable[..., Tensor], dtype: str) -> None:
 def _twice(x: Tensor) -> None:
     index = Tensor(np.int32([1, 0, 1]), device="cuda")
     _back(x[:3] + x[2:5] + x[index] + ops.clip(x[:3] * 1.0, -1, 1) + ops.relu(x[1:4] * 1.0) + ops.square(x[::2]))
+
+
+def _turned(x: Tensor) -> None:
+    _back(x.T * (x * 1.0).T)
 
 
 def _comparisons() -> None:
