@@ -95,6 +95,7 @@ def more() -> Iterator[tuple[str, Callable[[], Any]]]:
             tensor(1, 2, 2, 4096, dtype=d), tensor(4096), tensor(4096), 32))
         yield f"conv2d of few channels {dtype}", lambda d=dtype: _few_channels(tensor, d)
         yield f"transpose {dtype}", lambda d=dtype: _back(ops.transpose(tensor(3, 5, 64, dtype=d), (1, 0, 2)))
+        yield f"transposed matrix {dtype}", lambda d=dtype: _turned(tensor(70, 33, dtype=d))
         yield f"twice {dtype}", lambda d=dtype: _twice(tensor(6, 5, 64, dtype=d))
         for tokens in (64, 130, 300):
             yield f"attention {dtype} {tokens}", lambda d=dtype, t=tokens: _back(
@@ -121,6 +122,7 @@ def more() -> Iterator[tuple[str, Callable[[], Any]]]:
         tensor(515, 515, dtype="bfloat16"), tensor(515, 517, dtype="bfloat16")))
     yield "linear layer", lambda: _back(ops.linear(
         tensor(300, 136, dtype="bfloat16"), tensor(200, 136), tensor(200)))
+    yield "linear layer of few rows", lambda: _back(ops.linear(tensor(3, 1030), tensor(1031, 1030), tensor(1031)))
     for name in ("gelu", "gelu_tanh", "silu"):
         yield f"mlp by {name}", lambda n=name: _back(ops.mlp(
             tensor(9, 24), tensor(40, 24), tensor(40), tensor(16, 40), tensor(16), tensor(9, 16), n))
@@ -133,6 +135,7 @@ def more() -> Iterator[tuple[str, Callable[[], Any]]]:
         tensor(200, 2, 2, 136, dtype="bfloat16"), tensor(136, 3, 3, 136), tensor(136), padding=1))
     yield "strided convolution", lambda: _back(ops.conv2d(
         tensor(64, 16, 16, 128, dtype="bfloat16"), tensor(128, 3, 3, 128), tensor(128), stride=2, padding=1))
+    yield "layer norm of long rows", lambda: _back(ops.layer_norm(tensor(9, 10248), tensor(10248), tensor(10248)))
     yield "comparisons", _comparisons
     yield "integers", _integers
     yield "rows of a long index", lambda: _back(tensor(3, 700)[rng.integers(0, 3, 5000)])
@@ -169,6 +172,10 @@ def _few_channels(tensor: Callable[..., Tensor], dtype: str) -> None:
 def _twice(x: Tensor) -> None:
     index = Tensor(np.int32([1, 0, 1]), device="cuda")
     _back(x[:3] + x[2:5] + x[index] + ops.clip(x[:3] * 1.0, -1, 1) + ops.relu(x[1:4] * 1.0) + ops.square(x[::2]))
+
+
+def _turned(x: Tensor) -> None:
+    _back(x.T * (x * 1.0).T)
 
 
 def _comparisons() -> None:

@@ -43,6 +43,7 @@ IMAGE = {
 }
 CHOSEN = {  # for kernels that the others do not need: shapes of operands, and the call
     "add_packed": (((4, 8, 64),), lambda x: x[1:] * x[:-1]),
+    "turned": (((40, 64),), lambda x: (x.T * x.T).T + x),
     "join": (((4, 3), (4, 5)), lambda *x: ops.concatenate(x, 1)),
     "fit": (((515, 515), (515, 517)), ops.matmul),
     "taken columns": (((4, 16),), lambda x: x[:, [3, 0, 3]] * 1),
@@ -54,9 +55,11 @@ CHOSEN = {  # for kernels that the others do not need: shapes of operands, and t
     "relu": (((2, 8, 8, 64),), lambda x: ops.relu(ops.relu(x))),
     "tf32": (((2, 8, 8, 64), (64, 3, 3, 64)), lambda x, w: allow_tf32()(ops.conv2d)(x, w, padding=1)),
     "wide norm": (((2, 4, 4096), (4096,), (4096,)), lambda x, w, b: ops.group_norm(x, w, b, num_groups=4)),
+    "norm of long rows": (((2, 10248), (10248,), (10248,)), ops.layer_norm),
     "norm": (((2, 16, 16, 64), (64,), (64,)), lambda x, w, b: ops.group_norm(x, w, b, num_groups=8)),
     "linear": (((1000, 512), (1024, 512)), ops.linear),
     "huber": (((4, 16), (4, 16)), ops.huber),
+    "linear of few rows": (((3, 1024), (1024, 1024)), ops.linear),
     "tanh-GELU": (((4, 16),), lambda x: ops.gelu(x, approximate="tanh")),
     "mlp": (((8, 16), (32, 16), (32,), (16, 32), (16,)), ops.mlp),
     **{f"mlp by {name}": (((8, 16), (32, 16), (32,), (16, 32), (16,)), functools.partial(ops.mlp, activation=name))

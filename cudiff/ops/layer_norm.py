@@ -22,6 +22,8 @@ from cudiff.tensor import Tensor
 __all__ = ["layer_norm"]
 
 HELD = 40  # numbers of a row for each thread, at most
+LONGEST = 8 * 32 * HELD
+"""Channels of the longest rows that a block holds. Longer ones are read for their means, then in strips of columns."""
 AT_ONCE = {"normalize": (10, 6, 4, 3), "backward": (7, 5, 4, 3)}
 """How many blocks of four warps a multiprocessor has registers for where a thread holds up to 8, 16, 24 or more numbers
 of 16 bits."""
@@ -61,9 +63,13 @@ class LayerNorm(Function):
         y, mean, rstd = empty(x.shape, x.dtype), empty(rows, float32), empty(rows, float32)
         threads, constants = _threads(x, y, weight, bias)
         shared, groups, tiles = _tiles(x, weight, "normalize")
-        if groups:
+        if groups and channels <= LONGEST:
             launch("layer_norm", "normalize", groups * tiles, threads,
                    (y, mean, rstd, x, weight, bias, shared, tiles, channels, eps), **constants)
+        elif rows:
+            launch("layer_norm", "moments", rows, 1024, (mean, rstd, x, channels, eps), **constants)
+            launch("layer_norm", "columns", (groups * tiles, _strips(channels, constants)), 256,
+                   (y, mean, rstd, x, weight, bias, shared, tiles, channels), **constants)
         ctx.save(x, weight, mean, rstd)
         return y
 
@@ -78,9 +84,17 @@ class LayerNorm(Function):
         )
         threads, constants = _threads(x, dout, dx[0], weight)
         sums = empty((2, groups, tiles, channels), float32) if needs[1] or needs[2] else (None, None)
-        if groups:
+        if groups and channels <= LONGEST:
             launch("layer_norm", "backward", groups * tiles, threads,
                    (*dx, *sums, dout, x, mean, rstd, weight, shared, tiles, channels), **constants)
+        elif groups:
+            means = empty((mean.size, 2), float32)
+            if needs[0] and mean.size:
+                launch("layer_norm", "products", mean.size, 1024,
+                       (means, dout, x, mean, rstd, weight, shared, channels), **constants)
+            launch("layer_norm", "backward_columns", (groups * tiles, _strips(channels, constants)), 256,
+                   (*dx, *sums, dout, x, mean, rstd, means, weight, shared, tiles, channels), **constants)
+        if groups:
             with batched():
                 for part, (gradient, add) in zip(sums, (dbias, dweight), strict=True):
                     if gradient is not None:
@@ -99,6 +113,9 @@ def _tiles(x: Array, weight: Array, kernel: str) -> tuple[int, int, int]:
     shared, groups = math.prod(x.shape[weight.ndim - 1 : -1]), weight.size // weight.shape[-1]
     if shared * groups > 2**31 - 2048:  # the kernels add up to that many in 32 bits
         raise ValueError(f"layer_norm on CUDA takes up to 2**31 - 2048 rows, not {shared * groups}: call it on parts")
+    if x.shape[-1] > LONGEST:
+        at_once = 8 * multiprocessors() // max(1, groups * _strips(x.shape[-1], kernel_constants(x)))
+        return shared, groups, max(1, min(at_once, blocks(shared, 8)))
     (threads, rows), constants = _threads(x)  # where another array is not aligned, the launch has more PACKS
     held = constants["PACKS"] * (16 // x.itemsize if constants["VEC"] else 1)
     fits = AT_ONCE[kernel][min(3, (held - 1) // 8)]
@@ -122,10 +139,18 @@ def _cut(shared: int, groups: int, rows: int, at_once: int) -> int:
     return min(choices, key=time)
 
 
+def _strips(channels: int, constants: dict[str, Any]) -> int:
+    """Into how many strips of columns rows longer than LONGEST are divided."""
+    return blocks(channels, 256 * (16 // constants["T"].itemsize if constants["VEC"] else 1))
+
+
 def _threads(x: Array, *others: Array | None) -> tuple[tuple[int, int], dict[str, Any]]:
     """Threads and constants of the kernels in which warps share a row of x: one warp, or up to eight where each of its
-    threads would hold over HELD numbers. Of one warp a row, four rows are in a block."""
+    threads would hold over HELD numbers. Of one warp a row, four rows are in a block. For rows longer than LONGEST the
+    constants alone count."""
     constants, channels = kernel_constants(x, *others), x.shape[-1]
+    if channels > LONGEST:
+        return (256, 1), constants | {"WARPS": 8, "PACKS": 3}
     warps = next((n for n in (1, 2, 4) if channels <= 32 * HELD * n), 8)
     packs = blocks(channels, 32 * warps * (16 // x.itemsize if constants["VEC"] else 1))
     return (32 * warps, 4 if warps == 1 else 1), constants | {"WARPS": warps, "PACKS": packs}

@@ -6,13 +6,13 @@
 // VEC=1: C and every T address are multiples of a 16-byte pack. WARPS warps share a row, and each thread holds PACKS packs of
 // it: WARPS * 32 * PACKS packs are at least a row.
 // Launch: (32 * WARPS, ROWS) threads. WARPS is at most 8: each of 256 threads may have 255 registers. Grid: (M / rows) * tiles.
+// Rows of more than 40 elements a thread do not fit in these. Theirs are the kernels from `moments` on, whose launch stands there.
 #include "reduce.cuh"
 #include "vector.cuh"
 
 constexpr int V = VEC ? Pack<T>::SIZE : 1;
 constexpr int ROWS = WARPS == 1 ? 4 : 1;  // that a block works on at a time
 constexpr int ELEMENTS = PACKS * V;  // of a row, that a thread holds
-constexpr int HELD = ELEMENTS <= 40 ? PACKS : 1;  // unrolling of loops over a row; more elements lie in local memory
 
 // Blocks that a multiprocessor's registers are to suffice for, at least. normalize needs fewer, so that more may fit.
 #if __CUDA_ARCH__ == 900
@@ -68,17 +68,17 @@ normalize(T* y, float* mean, float* rstd, const T* x, const float* weight, const
     float w[PACKS][V], b[PACKS][V];
     Raw raw[PACKS];
     auto load_raws = [&](int row) {
-#pragma unroll HELD
+#pragma unroll
         for (int n = 0; n < PACKS; n++)
             if (column(n) < C && row < tile.last) raw[n] = load_raw(x + (i64)row * C + column(n));
     };
     load_raws(tile.first);
-#pragma unroll HELD
+#pragma unroll
     for (int n = 0; n < PACKS; n++)
         if (column(n) < C) load<V>(weight + column(n), w[n]), load<V>(bias + column(n), b[n]);
     for (int row = tile.first; row < tile.last; row += ROWS) {
         float v[PACKS][V], sum = 0.0f, square = 0.0f;
-#pragma unroll HELD
+#pragma unroll
         for (int n = 0; n < PACKS; n++) {
             unpack(raw[n], v[n]);
 #pragma unroll
@@ -86,12 +86,12 @@ normalize(T* y, float* mean, float* rstd, const T* x, const float* weight, const
         }
         load_raws(row + ROWS);
         float mu = row_sum(sum) / C;
-#pragma unroll HELD
+#pragma unroll
         for (int n = 0; n < PACKS; n++)
 #pragma unroll
             for (int k = 0; k < V; k++) square += column(n) < C ? (v[n][k] - mu) * (v[n][k] - mu) : 0.0f;
         float r = rsqrtf(row_sum(square) / C + eps);
-#pragma unroll HELD
+#pragma unroll
         for (int n = 0; n < PACKS; n++) {
             if (column(n) >= C) break;
 #pragma unroll
@@ -117,14 +117,14 @@ backward(T* dx, int add, float* bias_sums, float* weight_sums, const T* dy, cons
     for (int row = tile.first; row < tile.last; row += ROWS) {
         Raw raw_x[PACKS], raw_dy[PACKS], before[PACKS];
         float mu = mean[row], r = rstd[row], sum = 0.0f, product = 0.0f;
-#pragma unroll HELD
+#pragma unroll
         for (int n = 0; n < PACKS; n++) {
             if (column(n) >= C) break;
             raw_x[n] = load_raw(x + (i64)row * C + column(n));
             raw_dy[n] = load_raw(dy + (i64)row * C + column(n));
         }
         if (VEC && add) prefetch_row(dx + (i64)row * C, C);  // on sm_100 it makes others spill
-#pragma unroll HELD
+#pragma unroll
         for (int n = 0; n < PACKS; n++) {
             float w[V], xhat[V], d[V];
             if (column(n) >= C) break;
@@ -142,14 +142,14 @@ backward(T* dx, int add, float* bias_sums, float* weight_sums, const T* dy, cons
         }
         if (!dx) continue;
         if (add)
-#pragma unroll HELD
+#pragma unroll
             for (int n = 0; n < PACKS; n++) {
                 if (column(n) >= C) break;
                 before[n] = load_raw(dx + (i64)row * C + column(n));
             }
         sum = row_sum(sum) / C;
         product = row_sum(product) / C;
-#pragma unroll HELD
+#pragma unroll
         for (int n = 0; n < PACKS; n++) {
             float w[V], xhat[V], d[V], gradient[V] = {};
             if (column(n) >= C) break;
@@ -165,7 +165,7 @@ backward(T* dx, int add, float* bias_sums, float* weight_sums, const T* dy, cons
     if (!bias_sums) return;
     bias_sums += (i64)blockIdx.x * C, weight_sums += (i64)blockIdx.x * C;
     __shared__ float2 others[ROWS][V][32];
-#pragma unroll HELD
+#pragma unroll
     for (int n = 0; n < PACKS; n++) {
         float of_bias[V], of_weight[V];
         if constexpr (ROWS > 1) {
@@ -186,4 +186,124 @@ backward(T* dx, int add, float* bias_sums, float* weight_sums, const T* dy, cons
         store<V>(bias_sums + column(n), of_bias);
         store<V>(weight_sums + column(n), of_weight);
     }
+}
+
+// Rows that no block holds: first two means of each row, then all else in strips of columns, of which a thread has V. WARPS and
+// PACKS do not matter.
+// moments, products: grid M, a multiple of 32 threads. columns, backward_columns: grid ((M / rows) * tiles, strips), 256 threads;
+// strips of 256 * V columns.
+extern "C" __global__ void __launch_bounds__(1024) moments(float* mean, float* rstd, const T* x, int C, float eps) {
+    wait_for_previous();
+    x += (i64)blockIdx.x * C;
+    int first = threadIdx.x * V, step = blockDim.x * V;
+    float v[V], sum = 0.0f, square = 0.0f;
+#pragma unroll 4
+    for (int c = first; c < C; c += step) {
+        load<V>(x + c, v);
+#pragma unroll
+        for (int k = 0; k < V; k++) sum += v[k];
+    }
+    float mu = block_reduce<Sum>(sum) / C;
+#pragma unroll 4
+    for (int c = first; c < C; c += step) {
+        load<V>(x + c, v);
+#pragma unroll
+        for (int k = 0; k < V; k++) square += (v[k] - mu) * (v[k] - mu);
+    }
+    float r = rsqrtf(block_reduce<Sum>(square) / C + eps);
+    if (threadIdx.x == 0) mean[blockIdx.x] = mu, rstd[blockIdx.x] = r;
+}
+
+// means: float2 (M), mean(g) and mean(g * xhat).
+extern "C" __global__ void __launch_bounds__(1024)
+products(float2* means, const T* dy, const T* x, const float* mean, const float* rstd, const float* weight, int rows, int C) {
+    wait_for_previous();
+    int row = blockIdx.x;
+    x += (i64)row * C, dy += (i64)row * C, weight += (i64)(row / rows) * C;
+    float mu = mean[row], r = rstd[row], sum = 0.0f, product = 0.0f;
+#pragma unroll 2
+    for (int c = threadIdx.x * V; c < C; c += blockDim.x * V) {
+        float v[V], d[V], w[V];
+        load<V>(x + c, v);
+        load<V>(dy + c, d);
+        load<V>(weight + c, w);
+#pragma unroll
+        for (int k = 0; k < V; k++) {
+            sum += d[k] * w[k];
+            product += d[k] * w[k] * (v[k] - mu) * r;
+        }
+    }
+    sum = block_reduce<Sum>(sum) / C;
+    product = block_reduce<Sum>(product) / C;
+    if (threadIdx.x == 0) means[row] = {sum, product};
+}
+
+constexpr int AHEAD = 4;  // rows that a thread loads at once
+// The rows of a tile, loaded AHEAD at once: raw[u] is of row + u.
+__device__ __forceinline__ void load_rows(Raw (&raw)[AHEAD], const T* x, int row, int last, int C, int c) {
+#pragma unroll
+    for (int u = 0; u < AHEAD; u++)
+        if (row + u < last) raw[u] = load_raw(x + (i64)(row + u) * C + c);
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+columns(T* y, const float* mean, const float* rstd, const T* x, const float* weight, const float* bias, int rows, int tiles, int C) {
+    wait_for_previous();
+    Tile tile(rows, tiles);
+    int c = (blockIdx.y * blockDim.x + threadIdx.x) * V;
+    if (c >= C) return;
+    float w[V], b[V];
+    load<V>(weight + (i64)tile.group * C + c, w);
+    load<V>(bias + (i64)tile.group * C + c, b);
+    for (int row = tile.first; row < tile.last; row += AHEAD) {
+        Raw raw[AHEAD];
+        load_rows(raw, x, row, tile.last, C, c);
+#pragma unroll
+        for (int u = 0; u < AHEAD; u++) {
+            if (row + u >= tile.last) break;
+            float v[V], mu = mean[row + u], r = rstd[row + u];
+            unpack(raw[u], v);
+#pragma unroll
+            for (int k = 0; k < V; k++) v[k] = (v[k] - mu) * r * w[k] + b[k];
+            store<V>(y + (i64)(row + u) * C + c, v);
+        }
+    }
+}
+
+// As `backward`, of whose sums bias_sums and weight_sums are.
+extern "C" __global__ void __launch_bounds__(256)
+backward_columns(T* dx, int add, float* bias_sums, float* weight_sums, const T* dy, const T* x, const float* mean,
+                 const float* rstd, const float2* means, const float* weight, int rows, int tiles, int C) {
+    wait_for_previous();
+    Tile tile(rows, tiles);
+    int c = (blockIdx.y * blockDim.x + threadIdx.x) * V;
+    if (c >= C) return;
+    float w[V], of_bias[V] = {}, of_weight[V] = {};
+    load<V>(weight + (i64)tile.group * C + c, w);
+    for (int row = tile.first; row < tile.last; row += AHEAD) {
+        Raw raw_x[AHEAD], raw_dy[AHEAD];
+        load_rows(raw_x, x, row, tile.last, C, c);
+        load_rows(raw_dy, dy, row, tile.last, C, c);
+#pragma unroll
+        for (int u = 0; u < AHEAD; u++) {
+            if (row + u >= tile.last) break;
+            float v[V], d[V], mu = mean[row + u], r = rstd[row + u];
+            unpack(raw_x[u], v);
+            unpack(raw_dy[u], d);
+#pragma unroll
+            for (int k = 0; k < V; k++) {
+                v[k] = (v[k] - mu) * r;
+                of_bias[k] += d[k];
+                of_weight[k] += d[k] * v[k];
+            }
+            if (!dx) continue;
+            float2 of_row = means[row + u];
+#pragma unroll
+            for (int k = 0; k < V; k++) v[k] = r * (d[k] * w[k] - of_row.x - v[k] * of_row.y);
+            store<V>(dx + (i64)(row + u) * C + c, v, add);
+        }
+    }
+    if (!bias_sums) return;
+    store<V>(bias_sums + (i64)blockIdx.x * C + c, of_bias);
+    store<V>(weight_sums + (i64)blockIdx.x * C + c, of_weight);
 }

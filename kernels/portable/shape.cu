@@ -3,6 +3,7 @@
 //   copy, add       out[view] = x[view], or +=; both views have one shape of fewer than 2^32 units. A unit is an element, in
 //                   the _packed forms 16 bytes, of which both views consist and to which they are aligned. Strides count units
 //                   and may be 0 or negative. 16-bit T are added in float.
+//   copy_turned, add_turned   the same of elements, where out's stride along the last axis is 1, and x's along the last but one
 //   join            out (rows, pitch): from column `start` on, parts (rows, width of each) side by side. Units as above; fewer
 //                   than 2^32 of them are written.
 //   fit             out (batches, rows, columns), contiguous, from a multiple of 16 bytes on, = x (batches, own_rows, own_columns)
@@ -18,7 +19,7 @@
 // Rows have `width` elements. index is int32; a negative one counts from the end (in scan_sums if `from_end`, not in
 // sum_runs). take and take_axis read zeros for an index out of range; the others ignore it. scan_sums, sum_runs and axis_sums sum
 // integers in i64, others in float.
-// Launch: scan_sums and axis_sums as they say; turn 32 × 8 threads, grid (ceil(C / 32), ceil(K / 32), taps). All others are grid-stride loops:
+// Launch: scan_sums and axis_sums as they say; copy_turned and add_turned 32 × 8 threads, a block a tile of 64 × 64; turn 32 × 8 threads, grid (ceil(C / 32), ceil(K / 32), taps). All others are grid-stride loops:
 // any launch shape.
 #include "common.cuh"
 
@@ -67,6 +68,47 @@ extern "C" __global__ void copy_packed(uint4* out, const uint4* x, u32 n, Views 
 extern "C" __global__ void add_packed(Pack<T>* out, const Pack<T>* x, u32 n, Views views) {
     wait_for_previous();
     move<true>(out, x, n, views);
+}
+
+constexpr int SIDE = 64, PITCH = SIDE + (sizeof(T) < 4 ? 4 / sizeof(T) : 1);  // of a tile; no bank conflicts by rows or by columns
+template <bool ACCUMULATE> __device__ __forceinline__ void move_turned(T* out, const T* x, const Views& views) {
+    __shared__ T tile[SIDE][PITCH];
+    int last = views.dims - 1, height = views.sizes[last - 1], width = views.sizes[last];
+    u32 i = blockIdx.x, across = CEIL_DIV(width, SIDE), down = CEIL_DIV(height, SIDE);
+    int left = i % across * SIDE, top = i / across % down * SIDE;
+    i /= across * down;
+#pragma unroll
+    for (int d = 3; d >= 0; d--) {
+        if (d < last - 1) {
+            u32 rest = i / (u32)views.sizes[d], k = i - rest * (u32)views.sizes[d];
+            out += k * views.out[d], x += k * views.x[d];
+            i = rest;
+        }
+    }
+    x += left * views.x[last] + top, out += top * views.out[last - 1] + left;
+    height = min(height - top, SIDE), width = min(width - left, SIDE);
+#pragma unroll
+    for (int row = threadIdx.y; row < SIDE; row += 8)
+#pragma unroll
+        for (int column = threadIdx.x; column < SIDE; column += 32)
+            if (row < width && column < height) tile[row][column] = x[row * views.x[last] + column];
+    __syncthreads();
+#pragma unroll
+    for (int row = threadIdx.y; row < SIDE; row += 8)
+#pragma unroll
+        for (int column = threadIdx.x; column < SIDE; column += 32)
+            if (row < height && column < width) {
+                T* target = out + row * views.out[last - 1] + column;
+                *target = ACCUMULATE ? plus(*target, tile[column][row]) : tile[column][row];
+            }
+}
+extern "C" __global__ void copy_turned(T* out, const T* x, Views views) {
+    wait_for_previous();
+    move_turned<false>(out, x, views);
+}
+extern "C" __global__ void add_turned(T* out, const T* x, Views views) {
+    wait_for_previous();
+    move_turned<true>(out, x, views);
 }
 
 // first[i]: the column of part i among the parts; behind the last part's comes the width of all.

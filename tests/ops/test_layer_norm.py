@@ -21,7 +21,9 @@ def test_layer_norm(device, rng, shape):
     )
 
 
-@pytest.mark.parametrize("shape", [(3, 8), (2, 5, 24), (3, 2, 3, 320), (2, 70, 33), (300, 3, 16), (1, 1031, 8)])
+@pytest.mark.parametrize("shape", [
+    (3, 8), (2, 5, 24), (3, 2, 3, 320), (2, 70, 33), (300, 3, 16), (1, 1031, 8), (2, 21, 12296),
+])
 def test_each_image_its_own(device, rng, shape):
     """DiT's modulation: weight and bias (N, C)."""
     weight, bias = (rng.standard_normal((shape[0], shape[-1])) for _ in range(2))
@@ -37,7 +39,7 @@ def test_each_image_its_own(device, rng, shape):
 
 
 @pytest.mark.parametrize("needed", [{0}, {1}, {2}, {1, 2}])
-@pytest.mark.parametrize("shape", [(2, 5, 24), (3, 70, 1640)])
+@pytest.mark.parametrize("shape", [(2, 5, 24), (3, 70, 1640), (5, 10241)])
 def test_only_what_is_needed_has_a_gradient(device, rng, needed, shape):
     check_needed(layer_norm, [rng.standard_normal(part) for part in (shape, shape[-1:], shape[-1:])], needed, device)
 

@@ -9,6 +9,7 @@ from cudiff.cuda import select
 from cudiff.cuda.device import current_device
 from cudiff.cuda.kernels.convolution import restated
 from cudiff.cuda.kernels.convolution.problem import DGRAD, FPROP, WGRAD, Image, Problem, Weight
+from cudiff.cuda.kernels.gemm import matmul as portable
 from cudiff.cuda.kernels.gemm import whole
 from cudiff.cuda.kernels.gemm.problem import Matrix, Product
 from cudiff.cuda.kernels.gemm.table import LINEAR, MATMUL
@@ -136,6 +137,24 @@ def test_which_linear_layers_get_channels_of_zeros(direction, rows, inputs, outp
     asked = Problem(direction, x, Weight((outputs, 1, 1, inputs), inputs % 4 == 0), out)
     for architecture in ("sm_90a", "sm_80"):
         assert LINEAR.select(asked, architecture).row.name.startswith("shape.fit, channels") == copies
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 8])
+@pytest.mark.parametrize("outputs, channels", [(40, 1160), (67, 130), (1, 4)])
+def test_linear_of_few_rows(device, rng, rows, outputs, channels, monkeypatch):
+    monkeypatch.setattr(portable, "FEW_ROWS_OF", 1)
+    sizes = (rows, channels), (outputs, channels), (outputs,), (rows, outputs)
+    arrays = [rng.standard_normal(size) for size in sizes]
+    check_op(linear, *arrays, device=device, torch_fn=lambda x, w, b, r: torch.nn.functional.linear(x, w, b) + r)
+
+
+def test_few_rows_are_a_pass_over_the_weight(host_of):
+    host = host_of(False)
+    for rows, outputs, launched in ((8, 1024, ("gemm", "few_rows")), (9, 1024, ("matmul", "matmul")),
+                                    (8, 1023, ("matmul", "matmul"))):
+        host.launches.clear()
+        linear(*(Tensor(host.zeros(size, np.float32)) for size in ((rows, 1024), (outputs, 1024))))
+        assert host.launches[0] == launched
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 4), (2, 16, 64)])

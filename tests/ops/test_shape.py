@@ -39,6 +39,7 @@ def test_flatten_expand_squeeze(device, rng):
     "shape, axes",
     [
         ((3, 5), None), ((3, 5), (0, 1)), ((2, 3, 4), (2, 0, 1)), ((2, 3, 4, 8), (0, 2, 1, 3)), ((33, 65), (1, -2)),
+        ((130, 64), (1, 0)), ((2, 40, 3, 36), (3, 0, 2, 1)), ((32, 2, 3, 33), (1, 3, 2, 0)),
         ((), None),
     ],
     ids=str,
@@ -217,6 +218,8 @@ def test_integers_move_exactly(dtype, device, rng):
     ):
         out = fn(tensor).numpy()
         assert out.dtype == dtype and out.flags.c_contiguous and np.array_equal(out, fn(x))
+    wide = rng.integers(0, 2 if dtype == np.bool_ else 200, (70, 35)).astype(dtype)
+    assert np.array_equal(Tensor(wide, device=device).T.numpy(), wide.T)
     assert np.array_equal(cudiff.concatenate([tensor, tensor], 1).numpy(), np.concatenate([x, x], 1))
     assert np.array_equal(tensor[[2, 0]].numpy(), x[[2, 0]])
 

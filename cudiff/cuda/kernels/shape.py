@@ -49,13 +49,31 @@ def move(out: Array, x: Array, accumulate: bool = False) -> None:
     count = math.prod(sizes)
     if len(sizes) > 6 or count >= 2**32:
         raise ValueError(f"moving shape {out.shape} on CUDA takes at most 6 axes and 2**32 elements")
+    turned = _turned(sizes, strides, out.itemsize)
+    if turned is not None:
+        order = [*(i for i in range(len(sizes) - 1) if i != turned), turned, len(sizes) - 1]
+        sizes, strides = tuple(sizes[i] for i in order), tuple(tuple(view[i] for i in order) for view in strides)
     views = np.zeros((), _VIEWS)
     views["dims"] = dims = len(sizes)
     views["sizes"][:dims] = sizes
     for name, view in zip(("out", "x"), strides, strict=True):
         views[name][:dims] = [stride // unit for stride in view[:-1]] + [view[-1] // out.itemsize]
-    name = ("add" if accumulate else "copy") + ("_packed" if unit != out.itemsize else "")
+    name = "add" if accumulate else "copy"
+    if turned is not None:
+        tiles = math.prod(sizes[:-2]) * blocks(sizes[-2], 64) * blocks(sizes[-1], 64)
+        launch("shape", f"{name}_turned", tiles, (32, 8), (out, x, views), T=dtype)
+        return
+    name += "_packed" if unit != out.itemsize else ""
     launch("shape", name, blocks(count, 1024), 256, (out, x, np.uint32(count), views), T=dtype)
+
+
+def _turned(sizes: tuple[int, ...], strides: Sequence[tuple[int, ...]], itemsize: int) -> int | None:
+    """The axis along which x's elements lie together, where out's do along the last; None where there are not two such
+    axes of 32 elements or more."""
+    last, (of_out, of_x) = len(sizes) - 1, strides
+    if of_out[last] != itemsize or of_x[last] == itemsize or sizes[last] < 32:
+        return None
+    return next((i for i in range(last) if of_x[i] == itemsize and sizes[i] >= 32), None)
 
 
 def move_microseconds(shape: Sequence[int], dtype: np.dtype) -> float:
