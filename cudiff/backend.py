@@ -150,23 +150,6 @@ def storable(dtype: Any, device: str) -> np.dtype:
     return np.dtype(dtype)
 
 
-_SCANNED = 2**31 - 1  # elements of a flat array, at most, of which CuPy's cumsum is right
-
-
-def cumsum(array: Array, axis: int) -> Array:
-    """`numpy.cumsum`, on either device and of any length."""
-    module = array_module(device_of(array))
-    if module is np or array.ndim > 1 or array.size <= _SCANNED:
-        return module.cumsum(array, axis)
-    out = module.empty(array.shape, module.cumsum(array[:1]).dtype)
-    for first in range(0, array.size, _SCANNED):
-        part = out[first : first + _SCANNED]
-        part[...] = module.cumsum(array[first : first + _SCANNED])
-        if first:
-            part += out[first - 1]
-    return out
-
-
 def copy_into(out: Array, array: Array) -> None:
     """Write `array`, from either device and of any dtype, into `out` of the same shape, with nothing in between."""
     if device_of(out) == device_of(array):

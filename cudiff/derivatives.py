@@ -70,7 +70,7 @@ from cudiff.ops.matmul import GatedLinear, Linear, MatMul, linear, matmul
 from cudiff.ops.mse import MSE
 from cudiff.ops.order import CumSum, cumsum, one_hot
 from cudiff.ops.place import Place, PlaceRows, place, place_rows
-from cudiff.ops.rearrange import flip
+from cudiff.ops.rearrange import Roll, flip, roll
 from cudiff.ops.reduce import Extreme, Sum, Variance, mean, sum
 from cudiff.ops.shape import (
     BroadcastTo,
@@ -300,6 +300,7 @@ DERIVATIVES: dict[type[Function], Derivative] = {
     MatMul: lambda d, a, b: (matmul(d, _swapped(b)), matmul(_swapped(a), d)),
     Linear: _of_linear,
     GatedLinear: _of_gated_linear,
+    Roll: lambda d, x, shift, axis: (roll(d, -shift, axis),),
     CumSum: lambda d, x, axis: (flip(cumsum(flip(d, axis), axis), axis),),
     Reshape: lambda d, x, shape: (reshape(d, x.shape),),
     Transpose: lambda d, x, axes: (transpose(d, [axes.index(i) for i in range(x.ndim)]),),

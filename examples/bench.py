@@ -35,7 +35,7 @@ from cudiff.errors import CudiffError
 try:
     import cupy
 
-    from examples.benchmark import kernels, networks
+    from examples.benchmark import kernels, networks, operations
     from examples.benchmark.measure import Report, Row, step_time
     from examples.benchmark.profile import profile
     from examples.benchmark.turns import turns
@@ -67,6 +67,7 @@ SECTIONS = {
     "forward": Section(networks.forwards, 2, 100),
     "U-Net tf32": Section(networks.unet_steps("tf32"), 2, 160),
     "DiT-B/4": Section(networks.dit_step("DiT-B/4 64x64"), 3, 250),
+    "operations": Section(operations.operations, 3, 120),
     "DiT-XL/2": Section(networks.dit_step("DiT-XL/2 32x32x4"), 7, 400),
     "mnist": Section(networks.other_step("mnist 28x28"), 4, 110),
     "few images": Section(networks.other_step("U-Net 64x64, few images"), 4, 100),

@@ -102,12 +102,24 @@ def more() -> Iterator[tuple[str, Callable[[], Any]]]:
                 ops.attention_qkv(tensor(1, t, 3 * 64, dtype=d), 2))
         yield f"depthwise convolution {dtype}", lambda d=dtype: _back(ops.conv2d(
             tensor(2, 5, 6, 24, dtype=d), tensor(24, 3, 3, 1), padding=1, groups=24))
+        yield f"depthwise convolution of stride 2 {dtype}", lambda d=dtype: _back(ops.conv2d(
+            tensor(2, 5, 6, 24, dtype=d), tensor(24, 3, 3, 1), stride=2, padding=1, groups=24))
+        yield f"grouped convolution {dtype}", lambda d=dtype: _back(ops.conv2d(
+            tensor(16, 16, 16, 64, dtype=d), tensor(64, 3, 3, 8), padding=1, groups=8))
+        yield f"dilated convolution {dtype}", lambda d=dtype: _back(ops.conv2d(
+            tensor(4, 19, 16, 64, dtype=d), tensor(64, 3, 3, 64), padding=2, dilation=2))
+        yield f"folded convolution {dtype}", lambda d=dtype: _back(ops.conv2d(
+            tensor(8, 64, 64, 3, dtype=d), tensor(64, 7, 7, 3), stride=2, padding=3))
     for tokens in (64, 130):
         for dtype in ("float32", "bfloat16"):
             yield f"masked attention {dtype} {tokens}", lambda d=dtype, t=tokens: _back(
                 ops.attention_qkv(tensor(1, t, 3 * 64, dtype=d), 2, mask=np.tri(t, dtype=bool)))
     yield "attention of wide heads", lambda: _back(
         ops.attention(*(tensor(1, 520, 2, 96, dtype="bfloat16") for _ in "qkv")))
+    yield "convolution of other channels", lambda: _back(ops.conv2d(
+        tensor(4, 16, 16, 100, dtype="bfloat16"), tensor(100, 3, 3, 100), padding=1))
+    yield "product of rows elsewhere", lambda: _back(ops.matmul(
+        tensor(515, 515, dtype="bfloat16"), tensor(515, 517, dtype="bfloat16")))
     yield "linear layer", lambda: _back(ops.linear(
         tensor(300, 136, dtype="bfloat16"), tensor(200, 136), tensor(200)))
     yield "linear layer of few rows", lambda: _back(ops.linear(tensor(3, 1030), tensor(1031, 1030), tensor(1031)))

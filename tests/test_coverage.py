@@ -20,11 +20,13 @@ UNARY = {
     for name in ("negative", "exp", "log", "sqrt", "cbrt", "sin", "cos", "tanh", "abs", "square", "relu", "sigmoid",
                  "silu", "gelu", "exp2", "log2", "log10", "arcsin", "arccos", "arctan", "sinh", "cosh", "arcsinh",
                  "arccosh", "arctanh", "sign", "floor", "ceil", "round", "log1p", "expm1", "tan", "softplus",
-                 "sum", "max", "min", "var", "std", "softmax", "log_softmax")
+                 "sum", "max", "min", "var", "std", "softmax", "log_softmax",
+                 "logsumexp")
 }
 UNARY |= {
     "clip": lambda x: ops.clip(x, 0.0, 1.0), "sum over one axis": lambda x: ops.sum(x, 1),
-    "prod": lambda x: ops.prod(x.detach()), "argmax": ops.argmax,
+    "prod": lambda x: ops.prod(x.detach()), "argmax": ops.argmax, "cumsum": ops.cumsum,
+    "one_hot": lambda x: ops.one_hot(x.detach().astype("int32"), 3),
     "getitem": lambda x: x[[0, 1]], "long index": lambda x: x[np.zeros(5000, int)],
     "sorted index": lambda x: ops.repeat(x, 1 << 11, 1).flatten()[np.zeros((1 << 21) + 1, int)],
     "at": lambda x: x.at[[0, 1]].set(1), "mask": lambda x: x[[True, False, True, True]],
@@ -43,6 +45,7 @@ CHOSEN = {  # for kernels that the others do not need: shapes of operands, and t
     "add_packed": (((4, 8, 64),), lambda x: x[1:] * x[:-1]),
     "turned": (((40, 64),), lambda x: (x.T * x.T).T + x),
     "join": (((4, 3), (4, 5)), lambda *x: ops.concatenate(x, 1)),
+    "fit": (((515, 515), (515, 517)), ops.matmul),
     "taken columns": (((4, 16),), lambda x: x[:, [3, 0, 3]] * 1),
     "fill": (((4, 16),), lambda x: ops.pad(x, 1, constant_values=1.0)),
     "few out": (((2, 8, 8, 64), (3, 3, 3, 64)), lambda x, w: ops.conv2d(x, w, padding=1)),
@@ -55,6 +58,7 @@ CHOSEN = {  # for kernels that the others do not need: shapes of operands, and t
     "norm of long rows": (((2, 10248), (10248,), (10248,)), ops.layer_norm),
     "norm": (((2, 16, 16, 64), (64,), (64,)), lambda x, w, b: ops.group_norm(x, w, b, num_groups=8)),
     "linear": (((1000, 512), (1024, 512)), ops.linear),
+    "huber": (((4, 16), (4, 16)), ops.huber),
     "linear of few rows": (((3, 1024), (1024, 1024)), ops.linear),
     "tanh-GELU": (((4, 16),), lambda x: ops.gelu(x, approximate="tanh")),
     "mlp": (((8, 16), (32, 16), (32,), (16, 32), (16,)), ops.mlp),

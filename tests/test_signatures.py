@@ -115,9 +115,9 @@ def check(kernel, args):
 
 
 @pytest.mark.parametrize("kernel, args", [
-    (CROSS_ENTROPY, (F32, F32, gpu_array(bfloat16), I32, 3, 10)),
-    (CROSS_ENTROPY, (F32, F32, gpu_array(bfloat16), None, 3, np.int32(10))),
-    (CROSS_ENTROPY, (F32, F32, gpu_array(bfloat16), I32, 3, True)),
+    (CROSS_ENTROPY, (F32, F32, gpu_array(bfloat16), I32, 3, 10, 1, 8)),
+    (CROSS_ENTROPY, (F32, F32, gpu_array(bfloat16), None, 3, np.int32(10), 1, 8)),
+    (CROSS_ENTROPY, (F32, F32, gpu_array(bfloat16), I32, 3, True, 1, 8)),
     (COPY, (gpu_array(np.float16), gpu_array(np.float16), np.uint32(1), VIEWS)),
     (dict(stem="shape", name="copy_packed", T="half"), (I64, I64, np.uint32(1), VIEWS)),
     (dict(stem="random", name="advance"), (I32,)),
@@ -130,17 +130,17 @@ def test_what_a_kernel_takes(kernel, args):
 
 
 @pytest.mark.parametrize("kernel, args, message", [
-    (CROSS_ENTROPY, (F32, F32, gpu_array(bfloat16), I64, 3, 10),
+    (CROSS_ENTROPY, (F32, F32, gpu_array(bfloat16), I64, 3, 10, 1, 8),
      "kernels/portable/softmax.cu: cross_entropy takes an array of int32 for 'labels', not an array of int64"),
-    (CROSS_ENTROPY, (F32, F32, F32, I32, 3, 10), "takes an array of bfloat16 for 'x', not an array of float32"),
-    (CROSS_ENTROPY, (F32, I32, gpu_array(bfloat16), I32, 3, 10), "array of float32 for 'stats', not an array of int32"),
-    (CROSS_ENTROPY, (F32, F32, gpu_array(bfloat16), I32, 3), "takes 6 arguments, not 5"),
-    (CROSS_ENTROPY, (F32, F32, gpu_array(bfloat16), I32, 3, np.int64(10)), "for 'K', not np.int64"),
-    (CROSS_ENTROPY, (F32, F32, gpu_array(bfloat16), I32, 3, 10.0), "for 'K', not a Python float"),
-    (CROSS_ENTROPY, (F32, F32, gpu_array(bfloat16), I32, 3, I32), "for 'K', not an array of int32"),
-    (CROSS_ENTROPY, (F32, F32, gpu_array(bfloat16), 0, 3, 10), "for 'labels', not a Python int"),
-    (CROSS_ENTROPY, (F32, F32, gpu_array(bfloat16), I32, 3, None), "for 'K', not None"),
-    (CROSS_ENTROPY, (F32, F32, gpu_array(bfloat16), np.zeros(3, np.int32), 3, 10), "for 'labels', not 12 bytes of the"),
+    (CROSS_ENTROPY, (F32, F32, F32, I32, 3, 10, 1, 8), "takes an array of bfloat16 for 'x', not an array of float32"),
+    (CROSS_ENTROPY, (F32, I32, gpu_array(bfloat16), I32, 3, 10, 1, 8), "array of float32 for 'stats', not"),
+    (CROSS_ENTROPY, (F32, F32, gpu_array(bfloat16), I32, 3, 10, 1), "takes 8 arguments, not 7"),
+    (CROSS_ENTROPY, (F32, F32, gpu_array(bfloat16), I32, 3, np.int64(10), 1, 8), "for 'K', not np.int64"),
+    (CROSS_ENTROPY, (F32, F32, gpu_array(bfloat16), I32, 3, 10.0, 1, 8), "for 'K', not a Python float"),
+    (CROSS_ENTROPY, (F32, F32, gpu_array(bfloat16), I32, 3, I32, 1, 8), "for 'K', not an array of int32"),
+    (CROSS_ENTROPY, (F32, F32, gpu_array(bfloat16), 0, 3, 10, 1, 8), "for 'labels', not a Python int"),
+    (CROSS_ENTROPY, (F32, F32, gpu_array(bfloat16), I32, 3, None, 1, 8), "for 'K', not None"),
+    (CROSS_ENTROPY, (F32, F32, gpu_array(bfloat16), np.zeros(3, np.int32), 3, 10, 1, 8), "for 'labels', not 12 bytes"),
     (dict(stem="cast", name="cast", FROM="int", TO="float"), (I32, F32, 5), "takes np.int64 for 'n', not a Python int"),
     (dict(stem="shape", name="fill", T="float"), (F32, 1, np.int64(5)), "takes a Python float or np.float32 for 'valu"),
     (dict(stem="shape", name="fill", T="float"), (F32, np.float64(1), np.int64(5)), "for 'value', not np.float64"),
@@ -221,7 +221,7 @@ def test_a_python_int_beyond_32_bits_is_refused(fake_driver, columns):
     function = SimpleNamespace(shared_size_bytes=0, kernel=SimpleNamespace(ptr=0))
     cross_entropy = launch.Kernel(function, compiler.declarations("softmax").signature("cross_entropy", {"T": "float"}))
     with pytest.raises(OverflowError, match=f"cross_entropy takes 32 bits for 'K': {columns} does not fit"):
-        cross_entropy((1,), (1,), (F32, F32, F32, I32, 3, columns))
+        cross_entropy((1,), (1,), (F32, F32, F32, I32, 3, columns, 1, 8))
     assert not fake_driver.launched
 
 

@@ -152,7 +152,7 @@ def _size(x: Any) -> Tensor:
 
 def any(x: Any, axis: Axis = None, keepdims: bool = False) -> Tensor:
     """Whether one element over `axis` is true; False for no elements."""
-    return greater(sum(not_equal(x, False), axis, keepdims), 0)
+    return greater(count_nonzero(x, axis, keepdims), 0)
 
 
 def all(x: Any, axis: Axis = None, keepdims: bool = False) -> Tensor:
@@ -162,7 +162,8 @@ def all(x: Any, axis: Axis = None, keepdims: bool = False) -> Tensor:
 
 def count_nonzero(x: Any, axis: Axis = None, keepdims: bool = False) -> Tensor:
     """How many elements over `axis` are not 0: int64."""
-    return sum(not_equal(x, 0), axis, keepdims)
+    x = as_tensor(x)
+    return sum(x if x.dtype == bool else not_equal(x, 0), axis, keepdims)
 
 
 def isclose(a: Any, b: Any, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False) -> Tensor:

@@ -15,7 +15,6 @@ from cudiff.backend import (
     Array,
     array_module,
     compute_dtype,
-    cumsum,
     device_of,
     int32,
     is_array,
@@ -336,7 +335,7 @@ def _choose(x: Tensor, mask: Array) -> Tensor:
         raise IndexError(f"a mask of {mask.size} elements, over 2^31 - 1: choose from parts of the tensor")
     module, flat = array_module(device_of(mask)), mask.reshape(-1)
     (chosen,) = _true(flat)
-    inverse = module.where(flat, cumsum(flat, 0) - 1, chosen.size)
+    inverse = module.where(flat, module.cumsum(flat) - 1, chosen.size)
     table = reshape(x, (mask.size, *x.shape[mask.ndim :]))
     return Pick.apply(table, *(Tensor(places.astype(int32), device=x.device) for places in (chosen, inverse)))
 

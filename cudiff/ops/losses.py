@@ -1,18 +1,27 @@
-"""Losses, activations and the like that are composed of other operations."""
+"""Losses, activations and the like that are composed of other operations; on a GPU huber has kernels in
+mse.cu and logsumexp in softmax.cu."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 
+from cudiff.backend import float32
+from cudiff.cuda.accumulate import gradient_target
+from cudiff.cuda.launch import empty, launch
+from cudiff.function import Function
 from cudiff.ops.arithmetic import where
 from cudiff.ops.cast import as_tensors, as_wide, astype
 from cudiff.ops.clip import clip
 from cudiff.ops.compare import greater
 from cudiff.ops.elementwise import abs, exp, expm1, log, softplus
-from cudiff.ops.reduce import Axis, max, mean, sum
+from cudiff.ops.mse import tiling
+from cudiff.ops.reduce import Axis, left, max, mean, normalize_axes, over_axes, span, sum
+from cudiff.ops.softmax import softmax_grid
 from cudiff.tensor import Tensor
+from cudiff.values import flag
 
 __all__ = ["binary_cross_entropy_with_logits", "elu", "huber", "leaky_relu", "logaddexp", "logsumexp", "mae"]
 
@@ -29,15 +38,49 @@ def elu(x: Any, alpha: float = 1.0) -> Tensor:
     return where(x > 0, x, expm1(clip(x, max=0.0)) * alpha)
 
 
+class LogSumExp(Function):
+    """See `logsumexp`."""
+
+    @staticmethod
+    def compose(x, axes, keepdims):
+        (wide,) = as_wide(x)
+        bound = float(np.finfo(wide.dtype).max)  # infinity - infinity is NaN
+        largest = clip(max(wide.detach(), axes, keepdims=True), -bound, bound)
+        out = log(sum(exp(wide - largest), axes, keepdims=True)) + largest
+        return astype(out if keepdims else sum(out, axes), x.dtype)
+
+    @staticmethod
+    def forward_cuda(ctx, x, axes, keepdims):
+        ctx.spans = outer, count, inner = span(x.shape, axes)
+        out, stats = empty(left(x.shape, axes, keepdims), x.dtype), empty((outer * inner, 2), float32)
+        grid, block, shares = softmax_grid(outer, count, inner, x.itemsize)
+        args = (out, stats, x, np.int64(outer), count, np.int64(inner), *shares)
+        launch("softmax", "logsumexp", grid, block, args, T=x.dtype)
+        ctx.save(x, stats)
+        return out
+
+    @staticmethod
+    def backward_cuda(ctx, dout, needs, into):
+        x, stats = ctx.saved
+        dx, add = gradient_target(into[0], x.shape, x.dtype)
+        outer, count, inner = ctx.spans
+        grid, block, shares = softmax_grid(outer, count, inner, x.itemsize)
+        args = (dx, add, dout, x, stats, np.int64(outer), count, np.int64(inner), *shares)
+        launch("softmax", "logsumexp_backward", grid, block, args, T=x.dtype)
+        return (dx,)
+
+
 def logsumexp(x: Any, axis: Axis = None, keepdims: bool = False) -> Tensor:
     """log(sum(exp(x))) over `axis`, in x's dtype, float32 for integers; the maximum is subtracted first, so that it
     does not overflow."""
     (x,) = as_tensors(x, floating=True)
-    (wide,) = as_wide(x)
-    bound = float(np.finfo(wide.dtype).max)  # infinity - infinity is NaN
-    largest = clip(max(wide.detach(), axis, keepdims=True), -bound, bound)
-    out = log(sum(exp(wide - largest), axis, keepdims=True)) + largest
-    return astype(out if keepdims else sum(out, axis), x.dtype)
+    axes = normalize_axes(axis, x.ndim)
+    if not 0 < math.prod(x.shape[i] for i in axes) <= _LONGEST_ROW or not x.size:
+        return LogSumExp.compose(x, axes, flag("keepdims", keepdims))
+    return over_axes(LogSumExp, x, axis, keepdims)
+
+
+_LONGEST_ROW = 1 << 16  # of which a block makes the logsumexp
 
 
 def logaddexp(a: Any, b: Any) -> Tensor:
@@ -56,17 +99,52 @@ def mae(pred: Any, target: Any) -> Tensor:
     return mean(abs(pred - target))
 
 
+class Huber(Function):
+    """See `huber`."""
+
+    @staticmethod
+    def compose(pred, target, delta):
+        pred, target = as_wide(pred, target)
+        error = pred - target
+        near = clip(error, -delta, delta)
+        return mean(near * (error - 0.5 * near))
+
+    @staticmethod
+    def forward_cuda(ctx, pred, target, delta):
+        size = pred.size
+        chunk, tiles, constants = tiling(pred, target, size)
+        partials, loss = empty((1, tiles), float32), empty((), float32)
+        args = (partials, pred, target, delta, np.int64(size), chunk, tiles)
+        launch("mse", "huber", tiles, 256, args, **constants)
+        launch("mse", "loss", 1, 1024, (loss, partials, None, 1, tiles, 1 / size), **constants)
+        ctx.numbers, ctx.constants = (delta, np.int64(size), chunk, tiles, 1 / size), constants
+        ctx.save(pred, target)
+        return loss
+
+    @staticmethod
+    def backward_cuda(ctx, dout, needs, into):
+        pred, target = ctx.saved
+        (dpred, add), (dtarget, add_target) = (
+            gradient_target(there, pred.shape, pred.dtype) if need else (None, False)
+            for need, there in zip(needs, into, strict=True)
+        )
+        args = (dpred, add, dtarget, add_target, dout, pred, target, *ctx.numbers)
+        launch("mse", "huber_gradients", ctx.numbers[3], 256, args, **ctx.constants)
+        return dpred, dtarget
+
+
 def huber(pred: Any, target: Any, delta: float = 1.0) -> Tensor:
     """Mean of e**2 / 2 where e = |pred - target| is up to delta, of delta * (e - delta / 2) beyond (Huber 1964).
 
-    A float32 scalar (float64 for float64). Raises ValueError where shapes differ, and for a delta that is not above 0.
+    A float32 scalar (float64 for float64). Raises ValueError where shapes differ or there are no elements, and for a
+    delta that is not above 0.
     """
     if not delta > 0:
         raise ValueError(f"huber: delta is above 0, not {delta}")
-    pred, target = _alike("huber", pred, target)
-    error = pred - target
-    near = clip(error, -float(delta), float(delta))
-    return mean(near * (error - 0.5 * near))
+    pred, target = _of_one_shape("huber", pred, target)
+    if not pred.size:
+        raise ValueError(f"huber: mean over no elements of shape {pred.shape}")
+    return Huber.apply(pred, target, delta=float(delta))
 
 
 def binary_cross_entropy_with_logits(logits: Any, target: Any) -> Tensor:
@@ -79,8 +157,13 @@ def binary_cross_entropy_with_logits(logits: Any, target: Any) -> Tensor:
 
 
 def _alike(name: str, pred: Any, target: Any) -> tuple[Tensor, ...]:
-    """Both in float32 or float64. Raises ValueError where shapes differ, which would broadcast."""
+    """Both in float32 or float64. Raises as `_of_one_shape` does."""
+    return as_wide(*_of_one_shape(name, pred, target))
+
+
+def _of_one_shape(name: str, pred: Any, target: Any) -> tuple[Tensor, ...]:
+    """Both in one floating dtype. Raises ValueError where shapes differ, which would broadcast."""
     pred, target = as_tensors(pred, target, floating=True)
     if pred.shape != target.shape:
         raise ValueError(f"{name}: shapes {pred.shape} and {target.shape} must be equal")
-    return as_wide(pred, target)
+    return pred, target

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from cudiff.backend import compute_dtype, float32
+from cudiff.backend import Array, compute_dtype, float32
 from cudiff.cuda.accumulate import gradient_target
 from cudiff.cuda.launch import blocks, empty, launch
 from cudiff.function import Function
@@ -40,10 +40,7 @@ class MSE(Function):
         n, size = len(pred), pred.size // len(pred)
         if weight is None and size < 64:  # a block a sample would have little to do
             n, size = 1, pred.size
-        chunk = 4096 * blocks(size, 4096 * 1024)
-        tiles = blocks(size, chunk)
-        packs = size % (16 // pred.itemsize) == 0 and pred.data.ptr % 16 == 0 and target.data.ptr % 16 == 0
-        constants = {"T": pred.dtype, "VEC": int(packs)}
+        chunk, tiles, constants = tiling(pred, target, size)
         partials, loss = empty((n, tiles), float32), empty((), float32)
         launch("mse", "squares", n * tiles, 256, (partials, pred, target, np.int64(size), chunk, tiles), **constants)
         launch("mse", "loss", 1, 1024, (loss, partials, weight, n, tiles, 1 / pred.size), **constants)
@@ -66,6 +63,13 @@ class MSE(Function):
             args = (*dweight, dout, partials, n, tiles, ctx.tiling[-1])
             launch("mse", "weight_gradient", blocks(n, 128), 128, args, **ctx.constants)
         return dpred[0], dtarget[0], dweight[0]
+
+
+def tiling(pred: Array, target: Array, size: int) -> tuple[int, int, dict[str, Any]]:
+    """Elements in a tile of a sample of `size`, how many tiles it has, and the constants of the kernels in mse.cu."""
+    chunk = 4096 * blocks(size, 4096 * 1024)
+    packs = size % (16 // pred.itemsize) == 0 and pred.data.ptr % 16 == 0 and target.data.ptr % 16 == 0
+    return chunk, blocks(size, chunk), {"T": pred.dtype, "VEC": int(packs)}
 
 
 def mse(pred: Any, target: Any, weight: Any = None) -> Tensor:

@@ -1,4 +1,5 @@
-"""Positions of extremes, sorting, quantiles, counts, cumulative sums and products; on a GPU by CuPy's own kernels."""
+"""Positions of extremes, sorting, quantiles, counts, cumulative sums and products; what sorts, on a GPU by CuPy's own
+kernels."""
 
 from __future__ import annotations
 
@@ -10,16 +11,27 @@ from typing import Any
 
 import numpy as np
 
-from cudiff import backend
-from cudiff.backend import Array, array_module, device_of, float32, int32, is_capturing, is_float
+from cudiff.backend import Array, array_module, float32, int32, int64, is_capturing, is_float
+from cudiff.cuda.launch import blocks, empty, launch
 from cudiff.errors import CudiffError
 from cudiff.function import Function
 from cudiff.ops.arithmetic import where
-from cudiff.ops.cast import as_index, as_tensor, as_tensors, as_wide, astype
+from cudiff.ops.cast import as_index, as_tensor, as_tensors, as_wide, astype, downcast, upcast
 from cudiff.ops.compare import isnan, not_equal
 from cudiff.ops.create import zeros
 from cudiff.ops.index import Pick, along, getitem, located
-from cudiff.ops.reduce import Axis, max, min, normalize_axes, normalize_axis, position, product
+from cudiff.ops.reduce import (
+    Axis,
+    Position,
+    Product,
+    max,
+    min,
+    normalize_axes,
+    normalize_axis,
+    over_axes,
+    power_of_two,
+    span,
+)
 from cudiff.ops.reduce import sum as total
 from cudiff.ops.shape import concatenate, flatten, reshape, stack, transpose
 from cudiff.tensor import Tensor, grad_enabled
@@ -52,15 +64,49 @@ class CumSum(Function):
     @staticmethod
     def forward_numpy(ctx, x, axis):
         ctx.axis = axis
-        return backend.cumsum(x, axis)
+        return downcast(np.cumsum(upcast(x), axis), x.dtype)
 
     @staticmethod
     def backward_numpy(ctx, dout, needs, into):
-        module = array_module(device_of(dout))
-        sums = backend.cumsum(module.flip(dout, ctx.axis), ctx.axis)
-        return (module.ascontiguousarray(module.flip(sums, ctx.axis)),)
+        sums = np.cumsum(np.flip(upcast(dout), ctx.axis), ctx.axis)
+        return (downcast(np.ascontiguousarray(np.flip(sums, ctx.axis)), dout.dtype),)
 
-    forward_cuda, backward_cuda = forward_numpy, backward_numpy
+    @staticmethod
+    def forward_cuda(ctx, x, axis):
+        ctx.axis = axis
+        return _cumulative(x, axis)
+
+    @staticmethod
+    def backward_cuda(ctx, dout, needs, into):
+        return (_cumulative(dout, ctx.axis, reverse=True),)
+
+
+def _cumulative(x: Array, axis: int, reverse: bool = False) -> Array:
+    """The cumulative sums of a CuPy array along `axis`, or those from its end."""
+    out = empty(x.shape, x.dtype)
+    if not x.size:
+        return out
+    outer, count, inner = span(x.shape, (axis,))
+    columns = builtins.min(32, power_of_two(inner))
+    most = 128 if inner == 1 and count > 128 else 16
+    lanes = builtins.min(most, power_of_two(blocks(count, 8)))
+    rows = builtins.min(builtins.max(1, 256 // (columns * lanes)), power_of_two(outer), 64)
+    block, tile = (columns, lanes, rows), 8 * lanes
+    grid, parts, before = blocks(outer, rows) * blocks(inner, columns), 1, None
+    if grid < 132:  # too few blocks: they sum parts of the axis, and then begin with the sums of those before
+        parts = builtins.max(1, builtins.min(blocks(count, 4 * tile), (1 << 18) // math.prod(block) // grid))
+    sizes = tuple(map(np.int64, (outer, count, inner, blocks(count, parts))))
+
+    def run(out: Array | None, before: Array | None, sums: Array | None) -> None:
+        args = (x, out, before, sums, reverse, *sizes)
+        launch("reduce", "cumsum", (grid, parts), block, args, T=x.dtype, OUT=x.dtype, VEC=0)
+
+    if parts > 1:
+        sums = empty((outer, parts, inner), float32 if is_float(x.dtype) else int64)
+        run(None, None, sums)
+        before = _cumulative(sums, 1)
+    run(out, before, None)
+    return out
 
 
 class OneHot(Function):
@@ -73,16 +119,17 @@ class OneHot(Function):
         outside = (labels < 0) | (labels >= count)
         if (outside if ignored is None else outside & (labels != ignored)).any():
             raise ValueError(f"a label lies outside 0 to {count - 1}: {labels.min()} to {labels.max()}")
-        return _ones_at(np, labels, count, ignored)
+        ones = labels[..., None] == np.arange(count)
+        return (ones if ignored is None else ones & (labels != ignored)[..., None]).astype(np.float32)
 
     @staticmethod
     def forward_cuda(ctx, labels, count, ignored=None):
-        return _ones_at(array_module("cuda"), labels, count, ignored)
-
-
-def _ones_at(module: Any, labels: Array, count: int, ignored: int | None) -> Array:
-    at = labels[..., None] == module.arange(count)
-    return (at if ignored is None else at & (labels != ignored)[..., None]).astype(np.float32)
+        out = empty((*labels.shape, count), float32)
+        if out.size:
+            none = -1 if ignored is None else ignored  # a label below 0 has no column anyway
+            args = (out, labels, np.int64(labels.size), count, np.int64(none))
+            launch("shape", "one_hot", blocks(out.size, 1024), 256, args, T=float32)
+        return out
 
 
 def argmax(x: Any, axis: int | None = None, keepdims: bool = False) -> Tensor:
@@ -106,7 +153,7 @@ def _extreme(name: str, x: Any, axis: int | None, keepdims: bool) -> Tensor:
     if not count:
         raise ValueError(f"{name}: {x.shape} has no elements to compare")
     if is_float(x.dtype) and count < 2**32:
-        return position(x, axis, keepdims, 1 if name == "argmax" else -1)
+        return over_axes(Position, x, axis, keepdims, sign=1 if name == "argmax" else -1)
     x = _comparable(x)
     return Whole.apply(x, name=name, axis=axis, keepdims=flag("keepdims", keepdims))
 
@@ -264,7 +311,7 @@ def prod(x: Any, axis: Axis = None, keepdims: bool = False) -> Tensor:
         axes = normalize_axes(axis, x.ndim)
         return Whole.apply(astype(x, "int64"), name="prod", axis=axes, keepdims=flag("keepdims", keepdims))
     if not (grad_enabled() and x.requires_grad):
-        return product(x, axis, keepdims)
+        return over_axes(Product, x, axis, keepdims)
     rows, shape = _in_rows(as_wide(x)[0], axis, keepdims)
     while (count := rows.shape[-1]) > 1:
         half = count // 2
@@ -281,9 +328,7 @@ def cumsum(x: Any, axis: int | None = None) -> Tensor:
     """
     x = as_tensor(x)
     x, axis = (flatten(x), 0) if axis is None else (x, normalize_axis(axis, x.ndim))
-    if not is_float(x.dtype):
-        return CumSum.apply(astype(x, "int64"), axis=axis)
-    return astype(CumSum.apply(*as_wide(x), axis=axis), x.dtype)
+    return CumSum.apply(x if is_float(x.dtype) else astype(x, "int64"), axis=axis)
 
 
 def one_hot(labels: Any, num_classes: int, dtype: Any = np.float32) -> Tensor:

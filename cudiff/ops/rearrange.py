@@ -8,7 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from cudiff.backend import array_module
+from cudiff.backend import Array, array_module
+from cudiff.cuda.accumulate import gradient_target
+from cudiff.cuda.kernels.shape import move
+from cudiff.cuda.launch import empty
+from cudiff.function import Function
 from cudiff.ops.arithmetic import where
 from cudiff.ops.cast import as_input, as_tensor, as_tensors
 from cudiff.ops.compare import logical_and
@@ -51,6 +55,40 @@ def flip(x: Any, axis: int | tuple[int, ...] | None = None) -> Tensor:
     return getitem(x, tuple(slice(None, None, -1 if i in axes else 1) for i in range(x.ndim)))
 
 
+class Roll(Function):
+    """x shifted along one axis by `shift` elements, from 0 to the axis's size."""
+
+    takes_wide = True
+
+    @staticmethod
+    def forward_numpy(ctx, x, shift, axis):
+        ctx.shift, ctx.axis = shift, axis
+        return np.roll(x, shift, axis)
+
+    @staticmethod
+    def backward_numpy(ctx, dout, needs, into):
+        return (np.roll(dout, -ctx.shift, ctx.axis),)
+
+    @staticmethod
+    def forward_cuda(ctx, x, shift, axis):
+        ctx.shift, ctx.axis = shift, axis
+        out = empty(x.shape, x.dtype)
+        _roll_into(out, x, shift, axis)
+        return out
+
+    @staticmethod
+    def backward_cuda(ctx, dout, needs, into):
+        dx, accumulate = gradient_target(into[0], dout.shape, dout.dtype)
+        _roll_into(dx, dout, dout.shape[ctx.axis] - ctx.shift, ctx.axis, accumulate)
+        return (dx,)
+
+
+def _roll_into(out: Array, x: Array, shift: int, axis: int, accumulate: bool = False) -> None:
+    rows, cut = (slice(None),) * axis, x.shape[axis] - shift
+    for to, start in ((slice(shift), slice(cut, None)), (slice(shift, None), slice(cut))):
+        move(out[(*rows, to)], x[(*rows, start)], accumulate)
+
+
 def roll(x: Any, shift: int | Sequence[int], axis: int | Sequence[int] | None = None) -> Tensor:
     """x shifted by `shift` elements along `axis`; those shifted beyond the end come first.
 
@@ -69,9 +107,8 @@ def roll(x: Any, shift: int | Sequence[int], axis: int | Sequence[int] | None = 
     count = max(len(shifts), len(axes))
     for step, i in zip(shifts * (count // len(shifts)), axes * (count // len(axes)), strict=True):
         (i,) = normalize_axes(i, x.ndim)
-        cut = -step % x.shape[i] if x.shape[i] else 0
-        if cut:
-            x = concatenate([_along(x, i, slice(cut, None)), _along(x, i, slice(cut))], i)
+        if x.size and step % x.shape[i]:
+            x = Roll.apply(x, shift=step % x.shape[i], axis=i)
     return x
 
 
@@ -174,8 +211,8 @@ def _triangle(name: str, x: Any, k: int, below: bool) -> Tensor:
     if x.ndim < 2:
         raise ValueError(f"{name} takes matrices, not the shape {x.shape}")
     arange = array_module(x.device).arange
-    distance = arange(x.shape[-1]) - arange(x.shape[-2])[:, None]
-    kept = Tensor(distance <= k if below else distance > k)
+    columns, ends = arange(x.shape[-1]), arange(k, x.shape[-2] + k)[:, None]
+    kept = Tensor(columns <= ends if below else columns > ends)
     return logical_and(x, kept) if x.dtype == np.bool_ else where(kept, x, 0)
 
 

@@ -51,7 +51,7 @@ def _kept(shape: tuple[int, ...], axes: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(1 if i in axes else size for i, size in enumerate(shape))
 
 
-def _left(shape: tuple[int, ...], axes: tuple[int, ...], keepdims: bool) -> tuple[int, ...]:
+def left(shape: tuple[int, ...], axes: tuple[int, ...], keepdims: bool) -> tuple[int, ...]:
     return _kept(shape, axes) if keepdims else tuple(size for i, size in enumerate(shape) if i not in axes)
 
 
@@ -79,9 +79,9 @@ def _sum_numpy(array: np.ndarray, axes: tuple[int, ...], keepdims: bool, dtype: 
     if not is_float(array.dtype):
         return np.asarray(np.sum(array, axis=axes, keepdims=keepdims, dtype=dtype))
     wide = array.astype(compute_dtype(array.dtype), copy=False)
-    outer, count, inner = _span(array.shape, axes)
+    outer, count, inner = span(array.shape, axes)
     if inner > 1 and count > 1 and len(_runs(array.shape, axes)) == 1:
-        total = _sum_middle(wide.reshape(outer, count, inner)).reshape(_left(array.shape, axes, keepdims))
+        total = _sum_middle(wide.reshape(outer, count, inner)).reshape(left(array.shape, axes, keepdims))
     else:
         total = np.asarray(np.sum(wide, axis=axes, keepdims=keepdims))
     return total.astype(dtype or array.dtype, copy=False)
@@ -94,10 +94,10 @@ def sum_array(array: Array, axes: Any, keepdims: bool = False, dtype: Any = None
         return _sum_numpy(array, axes, keepdims, dtype)
     shape, total, runs = array.shape, array, _runs(array.shape, axes)
     for run in reversed(runs):
-        spans, shape = _span(shape, run), _kept(shape, run)
+        spans, shape = span(shape, run), _kept(shape, run)
         last = run is runs[0]  # between two runs the sum stays in float32
         total = _reduce_cuda("sum", total, *spans, empty(shape, dtype or array.dtype if last else float32))
-    return total.reshape(_left(array.shape, axes, keepdims))
+    return total.reshape(left(array.shape, axes, keepdims))
 
 
 def _runs(shape: tuple[int, ...], axes: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -110,13 +110,14 @@ def _runs(shape: tuple[int, ...], axes: tuple[int, ...]) -> list[tuple[int, ...]
     return runs
 
 
-def _span(shape: tuple[int, ...], run: tuple[int, ...]) -> tuple[int, int, int]:
+def span(shape: tuple[int, ...], run: tuple[int, ...]) -> tuple[int, int, int]:
     """The shape as (outer, reduce, inner) around one run of axes."""
     first, stop = (run[0], run[-1] + 1) if run else (len(shape), len(shape))
     return math.prod(shape[:first]), math.prod(shape[first:stop]), math.prod(shape[stop:])
 
 
-def _power_of_two(n: int) -> int:
+def power_of_two(n: int) -> int:
+    """The smallest power of two that is not below n, 1 for 0."""
     return 1 << builtins.max(n - 1, 0).bit_length()
 
 
@@ -155,9 +156,9 @@ def _cut(outer: int, count: int, inner: int, pack: int) -> tuple[tuple[int, int]
 
     pack: the columns that a thread reads at once.
     """
-    columns = builtins.min(32, _power_of_two(inner // pack))
-    lanes = builtins.min(256 // columns, _power_of_two(count))
-    rows = builtins.min(256 // (columns * lanes), _power_of_two(outer), 64)
+    columns = builtins.min(32, power_of_two(inner // pack))
+    lanes = builtins.min(256 // columns, power_of_two(count))
+    rows = builtins.min(256 // (columns * lanes), power_of_two(outer), 64)
     grid = blocks(outer, rows) * blocks(inner, columns * pack)
     chunk = blocks(count, builtins.min(blocks(1024, grid), blocks(count, 16 * lanes), 16 * lanes))
     return (grid, blocks(count, chunk)), (columns, lanes, rows), chunk
@@ -221,14 +222,14 @@ class Sum(Function):
     def forward_cuda(ctx, x, axes, keepdims, scale=1.0):
         ctx.shape, ctx.axes, ctx.scale = x.shape, axes, scale
         if not is_float(x.dtype):
-            out = empty(_left(x.shape, axes, keepdims), int64)
-            return _reduce_cuda("sum_whole", x, *_span(x.shape, axes), out, combine="sum_whole")
-        return _reduce_cuda("sum", x, *_span(x.shape, axes), empty(_left(x.shape, axes, keepdims), x.dtype), scale)
+            out = empty(left(x.shape, axes, keepdims), int64)
+            return _reduce_cuda("sum_whole", x, *span(x.shape, axes), out, combine="sum_whole")
+        return _reduce_cuda("sum", x, *span(x.shape, axes), empty(left(x.shape, axes, keepdims), x.dtype), scale)
 
     @staticmethod
     def backward_cuda(ctx, dout, needs, into):
         dx, accumulate = gradient_target(into[0], ctx.shape, dout.dtype)
-        return (_spread_cuda("sum_backward", (dout,), dx, (ctx.scale, accumulate), _span(ctx.shape, ctx.axes)),)
+        return (_spread_cuda("sum_backward", (dout,), dx, (ctx.scale, accumulate), span(ctx.shape, ctx.axes)),)
 
 
 class Extreme(Function):
@@ -239,7 +240,7 @@ class Extreme(Function):
         out = (np.max if sign > 0 else np.min)(x, axis=axes, keepdims=True)
         ctx.axes = axes
         ctx.save(x, out)
-        return out.reshape(_left(x.shape, axes, keepdims))
+        return out.reshape(left(x.shape, axes, keepdims))
 
     @staticmethod
     def backward_numpy(ctx, dout, needs, into):
@@ -253,8 +254,8 @@ class Extreme(Function):
     @staticmethod
     def forward_cuda(ctx, x, axes, keepdims, sign):
         name = ("maximum" if sign > 0 else "minimum") + ("" if is_float(x.dtype) else "_whole")
-        out = empty(_left(x.shape, axes, keepdims), x.dtype)
-        _reduce_cuda(name, x, *_span(x.shape, axes), out, combine=name)
+        out = empty(left(x.shape, axes, keepdims), x.dtype)
+        _reduce_cuda(name, x, *span(x.shape, axes), out, combine=name)
         ctx.axes = axes
         ctx.save(x, out)
         return out
@@ -262,7 +263,7 @@ class Extreme(Function):
     @staticmethod
     def backward_cuda(ctx, dout, needs, into):
         x, out = ctx.saved
-        spans = _span(x.shape, ctx.axes)
+        spans = span(x.shape, ctx.axes)
         ties = _reduce_cuda("count", x, *spans, empty(out.shape, float32), operands=(out,))
         dx, accumulate = gradient_target(into[0], x.shape, x.dtype)
         return (_spread_cuda("extreme_backward", (dout, x, out, ties), dx, (accumulate,), spans),)
@@ -280,8 +281,8 @@ class Product(Function):
 
     @staticmethod
     def forward_cuda(ctx, x, axes, keepdims):
-        out = empty(_left(x.shape, axes, keepdims), x.dtype)
-        return _reduce_cuda("product", x, *_span(x.shape, axes), out, combine="product")
+        out = empty(left(x.shape, axes, keepdims), x.dtype)
+        return _reduce_cuda("product", x, *span(x.shape, axes), out, combine="product")
 
 
 class Position(Function):
@@ -291,14 +292,14 @@ class Position(Function):
 
     @staticmethod
     def forward_numpy(ctx, x, axes, keepdims, sign):
-        outer, count, inner = _span(x.shape, axes)
+        outer, count, inner = span(x.shape, axes)
         rows = x.astype(compute_dtype(x.dtype), copy=False).reshape(outer, count, inner)
-        return (np.argmax if sign > 0 else np.argmin)(rows, 1).reshape(_left(x.shape, axes, keepdims))
+        return (np.argmax if sign > 0 else np.argmin)(rows, 1).reshape(left(x.shape, axes, keepdims))
 
     @staticmethod
     def forward_cuda(ctx, x, axes, keepdims, sign):
-        spans = _span(x.shape, axes)
-        out = empty(_left(x.shape, axes, keepdims), int64)
+        spans = span(x.shape, axes)
+        out = empty(left(x.shape, axes, keepdims), int64)
         return _reduce_cuda("position", x, *spans, out, operands=(sign > 0,), combine="minimum_whole") & 0xFFFFFFFF
 
 
@@ -323,11 +324,11 @@ class Variance(Function):
 
     @staticmethod
     def forward_cuda(ctx, x, axes, keepdims, ddof, wide):
-        spans = outer, count, inner = _span(x.shape, axes)
+        spans = outer, count, inner = span(x.shape, axes)
         ctx.axes, ctx.scale = axes, 1 / (count - ddof)
         mean = _reduce_cuda("sum", x, *spans, empty((outer, inner), float32), 1 / count)
         ctx.save(x, mean)
-        out = empty(_left(x.shape, axes, keepdims), float32 if wide else x.dtype)
+        out = empty(left(x.shape, axes, keepdims), float32 if wide else x.dtype)
         return _reduce_cuda("square_deviation", x, *spans, out, ctx.scale, operands=(mean,))
 
     @staticmethod
@@ -335,13 +336,13 @@ class Variance(Function):
         x, mean = ctx.saved
         dx, accumulate = gradient_target(into[0], x.shape, x.dtype)
         numbers = (2 * ctx.scale, accumulate)
-        return (_spread_cuda("variance_backward", (dout, x, mean), dx, numbers, _span(x.shape, ctx.axes)),)
+        return (_spread_cuda("variance_backward", (dout, x, mean), dx, numbers, span(x.shape, ctx.axes)),)
 
 
 Axis = int | tuple[int, ...] | None
 
 
-def _reduce(function: type[Function], x: Tensor, axis: Axis, keepdims: bool, **attrs: Any) -> Tensor:
+def over_axes(function: type[Function], x: Tensor, axis: Axis, keepdims: bool, **attrs: Any) -> Tensor:
     """Apply `function` over adjacent axes, as the kernels need. Others are transposed to the end first."""
     axes, keepdims = normalize_axes(axis, x.ndim), flag("keepdims", keepdims)
     if len(_runs(x.shape, axes)) == 1:
@@ -349,7 +350,7 @@ def _reduce(function: type[Function], x: Tensor, axis: Axis, keepdims: bool, **a
     others = tuple(i for i in range(x.ndim) if i not in axes)
     last = tuple(range(len(others), x.ndim))
     out = function.apply(x.transpose(others + axes), axes=last, keepdims=False, **attrs)
-    return out.reshape(_left(x.shape, axes, keepdims))
+    return out.reshape(left(x.shape, axes, keepdims))
 
 
 def _floating(x: Any) -> Tensor:
@@ -359,7 +360,7 @@ def _floating(x: Any) -> Tensor:
 
 def sum(x: Any, axis: Axis = None, keepdims: bool = False) -> Tensor:
     """Sum over `axis` (all axes where None), in x's dtype; integers and bools as in NumPy, on a GPU in int64."""
-    return _reduce(Sum, as_tensor(x), axis, keepdims)
+    return over_axes(Sum, as_tensor(x), axis, keepdims)
 
 
 def mean(x: Any, axis: Axis = None, keepdims: bool = False) -> Tensor:
@@ -368,7 +369,7 @@ def mean(x: Any, axis: Axis = None, keepdims: bool = False) -> Tensor:
     count = _count(x.shape, normalize_axes(axis, x.ndim))
     if count == 0:
         raise ValueError(f"mean over no elements of shape {x.shape}")
-    return _reduce(Sum, x, axis, keepdims, scale=1 / count)
+    return over_axes(Sum, x, axis, keepdims, scale=1 / count)
 
 
 def max(x: Any, axis: Axis = None, keepdims: bool = False) -> Tensor:
@@ -388,9 +389,9 @@ def _extreme(name: str, x: Any, axis: Axis, keepdims: bool, sign: int) -> Tensor
     """Raises ValueError where there is a result of no elements."""
     x = as_tensor(x)
     axes = normalize_axes(axis, x.ndim)
-    if not _count(x.shape, axes) and 0 not in _left(x.shape, axes, False):
+    if not _count(x.shape, axes) and 0 not in left(x.shape, axes, False):
         raise ValueError(f"{name} over no elements of shape {x.shape}: there is none")
-    return _reduce(Extreme, x, axis, keepdims, sign=sign)
+    return over_axes(Extreme, x, axis, keepdims, sign=sign)
 
 
 def ptp(x: Any, axis: Axis = None, keepdims: bool = False) -> Tensor:
@@ -416,14 +417,4 @@ def _variance(x: Tensor, axis: Axis, keepdims: bool, ddof: int, wide: bool = Fal
     count = _count(x.shape, normalize_axes(axis, x.ndim))
     if count <= ddof:
         raise ValueError(f"variance with ddof {ddof} over {count} elements of shape {x.shape}")
-    return _reduce(Variance, x, axis, keepdims, ddof=ddof, wide=wide)
-
-
-def product(x: Tensor, axis: Axis = None, keepdims: bool = False) -> Tensor:
-    """The product of floats over `axis`, without a gradient: see `prod`."""
-    return _reduce(Product, x, axis, keepdims)
-
-
-def position(x: Tensor, axis: Axis, keepdims: bool, sign: int) -> Tensor:
-    """The position of the first extreme of floats over `axis`: see `Position`."""
-    return _reduce(Position, x, axis, keepdims, sign=sign)
+    return over_axes(Variance, x, axis, keepdims, ddof=ddof, wide=wide)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
 
-from cudiff.backend import Array, compute_dtype, float32
+from cudiff.backend import compute_dtype, float32
 from cudiff.cuda.accumulate import gradient_target
+from cudiff.cuda.device import multiprocessors
 from cudiff.cuda.launch import blocks, empty, launch
 from cudiff.function import Function
 from cudiff.ops.arithmetic import where
@@ -26,7 +26,7 @@ from cudiff.ops.cast import (
 )
 from cudiff.ops.compare import equal, not_equal
 from cudiff.ops.order import OneHot
-from cudiff.ops.reduce import normalize_axis, sum
+from cudiff.ops.reduce import normalize_axis, power_of_two, span, sum
 from cudiff.ops.shape import expand_dims
 from cudiff.tensor import Tensor
 
@@ -60,10 +60,10 @@ class Softmax(Function):
     @staticmethod
     def forward_cuda(ctx, x, axis, log):
         require_float("softmax", x)
-        outer, size, inner = _spans(x, axis)
+        outer, size, inner = span(x.shape, (axis,))
         out, stats = empty(x.shape, x.dtype), empty((outer * inner, 2), float32)
-        grid, block, lanes = _cut(outer, size, inner)
-        args = (out, stats, x, np.int64(outer), size, np.int64(inner), lanes, log)
+        grid, block, shares = softmax_grid(outer, size, inner, x.itemsize)
+        args = (out, stats, x, np.int64(outer), size, np.int64(inner), *shares, log)
         launch("softmax", "softmax", grid, block, args, T=x.dtype)
         ctx.axis, ctx.log = axis, log
         ctx.save(x, stats)
@@ -72,10 +72,10 @@ class Softmax(Function):
     @staticmethod
     def backward_cuda(ctx, dout, needs, into):
         x, stats = ctx.saved
-        outer, size, inner = _spans(x, ctx.axis)
+        outer, size, inner = span(x.shape, (ctx.axis,))
         dx, add = gradient_target(into[0], x.shape, x.dtype)
-        grid, block, lanes = _cut(outer, size, inner)
-        args = (dx, add, dout, x, stats, np.int64(outer), size, np.int64(inner), lanes, ctx.log)
+        grid, block, shares = softmax_grid(outer, size, inner, x.itemsize)
+        args = (dx, add, dout, x, stats, np.int64(outer), size, np.int64(inner), *shares, ctx.log)
         launch("softmax", "softmax_backward", grid, block, args, T=x.dtype)
         return (dx,)
 
@@ -105,8 +105,8 @@ class CrossEntropy(Function):
         require_float("cross_entropy", logits)
         rows, size = logits.shape
         losses, stats, loss = empty(rows, float32), empty((rows, 2), float32), empty((), float32)
-        grid, block, lanes = _cut(rows, size, 1)
-        args = (losses, stats, logits, labels, rows, size, lanes)
+        grid, block, shares = softmax_grid(rows, size, 1, logits.itemsize)
+        args = (losses, stats, logits, labels, rows, size, *shares)
         launch("softmax", "cross_entropy", grid, block, args, T=logits.dtype)
         launch("softmax", "mean", 1, 256, (loss, losses, rows), T=logits.dtype)
         ctx.save(logits, labels, stats)
@@ -117,32 +117,29 @@ class CrossEntropy(Function):
         logits, labels, stats = ctx.saved
         rows, size = logits.shape
         dlogits, add = gradient_target(into[0], logits.shape, logits.dtype)
-        grid, block, lanes = _cut(rows, size, 1)
-        args = (dlogits, add, dout, logits, stats, labels, rows, size, lanes)
+        grid, block, shares = softmax_grid(rows, size, 1, logits.itemsize)
+        args = (dlogits, add, dout, logits, stats, labels, rows, size, *shares)
         launch("softmax", "cross_entropy_backward", grid, block, args, T=logits.dtype)
         return dlogits, None
 
 
-def _spans(x: Array, axis: int) -> tuple[int, int, int]:
-    """x's shape as (outer, size, inner) around `axis`."""
-    return math.prod(x.shape[:axis]), x.shape[axis], math.prod(x.shape[axis + 1 :])
+def softmax_grid(outer: int, size: int, inner: int, itemsize: int) -> tuple[int, tuple[int, int], tuple[int, int]]:
+    """The blocks, a block's threads (columns, rows at once * lanes), and of a block the lanes of a row and the rows.
 
-
-def _cut(outer: int, size: int, inner: int) -> tuple[int, tuple[int, int], int]:
-    """The blocks, a block's (columns, rows * lanes), and the lanes of a row.
-
-    A lane has up to 8 elements of a row, of a long one up to 32, and more where a block has too few threads. Where they
-    are not adjacent, adjacent threads have adjacent rows.
+    A block of short rows has as many as fit its shared memory, if there are blocks enough for the GPU. A lane has up to
+    8 elements of a row, of a long one up to 32, and more where a block has too few threads. Where they are not
+    adjacent, adjacent threads have adjacent rows.
     """
-    columns = min(32, _power_of_two(inner))
-    few, many = (_power_of_two(blocks(size, each)) for each in (8, 32))
-    lanes = min(max(min(few, 256), many), 1024 // columns)
-    rows = max(1, 256 // (columns * lanes))
-    return blocks(outer, rows) * blocks(inner, columns), (columns, rows * lanes), lanes
-
-
-def _power_of_two(n: int) -> int:
-    return 1 << (n - 1).bit_length()
+    columns = min(32, power_of_two(inner))
+    few, many = (power_of_two(blocks(size, each)) for each in (8, 32))
+    staged = 16384 // itemsize
+    short = inner == 1 and size <= staged // 8
+    lanes = min(few, 32) if short else min(max(min(few, 256), many), 512 // columns)
+    rows = at_once = max(1, 256 // (columns * lanes))
+    most = staged // size // at_once * at_once
+    if short and blocks(outer, most) >= 4 * multiprocessors():
+        rows = most
+    return blocks(outer, rows) * blocks(inner, columns), (columns, at_once * lanes), (lanes, rows)
 
 
 def softmax(x: Any, axis: int = -1) -> Tensor:

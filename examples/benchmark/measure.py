@@ -5,6 +5,7 @@ A `Report` writes the rows of a section to a file, which the process that starte
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -12,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import cupy
-import numpy as np
 
 from cudiff import ops
 from cudiff.backend import bfloat16
@@ -66,13 +66,14 @@ def step_time(step: Callable[[], object], copies: int = 10, warmup: int = 5) -> 
         return median_time(lambda: [step() for _ in range(copies)], copies, 7)
 
 
-_rng = np.random.default_rng(0)
+@functools.cache
+def _generator() -> ops.Generator:
+    return ops.Generator(0, "cuda")
 
 
 def random_tensor(*shape: int, dtype: Any = bfloat16, grad: bool = False) -> Tensor:
     """Normal numbers, in each call others."""
-    values = _rng.standard_normal(shape, np.float32)
-    tensor = ops.astype(Tensor(values, device="cuda"), dtype)
+    tensor = ops.astype(_generator().normal(shape), dtype)
     return Tensor(tensor.data, requires_grad=grad)
 
 

@@ -12,6 +12,8 @@ constexpr int CHUNKS = DP / PACK, DT = DP / 16, NT = BN / 16;
 // Blocks of a multiprocessor, at least: 1 gives float all registers, 0 leaves it to the compiler, which spills some with a mask.
 constexpr int BLOCKS = LOW ? 2 * MASKED : 1;
 
+static_assert(!MASKED || BM <= 64, "a block's rows are of one tile of the mask");
+
 // A warp's 16 x 16 tile of an operand: r[step] is an A fragment, or the B fragments of two tiles of 8 columns.
 // For float, the places t and t + 4 of a fragment's depth hold the elements 2t and 2t + 1, in A and B alike. The order does
 // not change the sum, and so each lane's accumulators are the elements that it needs of an A fragment (to_a).

@@ -12,7 +12,7 @@ __device__ __forceinline__ void locate(const Layout& layout, u32 i, i64& a, i64&
 #pragma unroll
     for (int d = 5; d >= 0; d--) {
         if (d < layout.dims) {
-            u32 rest = i / (u32)layout.sizes[d], k = i - rest * (u32)layout.sizes[d];
+            u32 rest = d ? i / (u32)layout.sizes[d] : 0, k = i - rest * (u32)layout.sizes[d];
             a += (i64)k * layout.a[d];
             b += (i64)k * layout.b[d];
             i = rest;

@@ -127,9 +127,32 @@ GRADIENT(lerp_da, dout * (1.0f - b))
 GRADIENT(lerp_db, dout * b)
 GRADIENT(lerp_dweight, dout * (b - a))
 
+// The mask of a pack of T.
+struct __align__(Pack<T>::SIZE) Mask { u8 v[Pack<T>::SIZE]; };
+__device__ __forceinline__ Pack<T> load_or(const T* p, i64 i, float scalar) {
+    if (p) return load_pack(p + i);
+    Pack<T> pack;
+#pragma unroll
+    for (int k = 0; k < Pack<T>::SIZE; k++) pack.v[k] = from_float<T>(scalar);
+    return pack;
+}
+// How many of n elements are in packs, where all addresses allow them.
+__device__ __forceinline__ i64 in_packs(i64 n, const u8* mask, u64 others) {
+    return others % 16 || (u64)mask % Pack<T>::SIZE ? 0 : n / Pack<T>::SIZE * Pack<T>::SIZE;
+}
+
 extern "C" __global__ void where_forward(const u8* mask, const T* a, const T* b, float scalar_a, float scalar_b, T* out, i64 n) {
     wait_for_previous();
-    for (i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += (i64)gridDim.x * blockDim.x) {
+    i64 thread = (i64)blockIdx.x * blockDim.x + threadIdx.x, threads = (i64)gridDim.x * blockDim.x;
+    i64 packed = in_packs(n, mask, (u64)a | (u64)b | (u64)out);
+    for (i64 i = thread * Pack<T>::SIZE; i < packed; i += threads * Pack<T>::SIZE) {
+        Mask chosen = *reinterpret_cast<const Mask*>(mask + i);
+        Pack<T> x = load_or(a, i, scalar_a), y = load_or(b, i, scalar_b);
+#pragma unroll
+        for (int k = 0; k < Pack<T>::SIZE; k++) x.v[k] = chosen.v[k] ? x.v[k] : y.v[k];
+        store_pack(out + i, x);
+    }
+    for (i64 i = packed + thread; i < n; i += threads) {
         const T* from = mask[i] ? a : b;
         out[i] = from ? from[i] : from_float<T>(mask[i] ? scalar_a : scalar_b);
     }
@@ -137,8 +160,18 @@ extern "C" __global__ void where_forward(const u8* mask, const T* a, const T* b,
 // dx = dout where (mask != 0) == chosen, else 0.
 extern "C" __global__ void where_backward(const u8* mask, const T* dout, T* dx, int chosen, int accumulate, i64 n) {
     wait_for_previous();
-    for (i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += (i64)gridDim.x * blockDim.x) {
-        float value = (mask[i] != 0) == (chosen != 0) ? to_float(dout[i]) : 0.0f;
-        dx[i] = from_float<T>(accumulate ? to_float(dx[i]) + value : value);
+    i64 thread = (i64)blockIdx.x * blockDim.x + threadIdx.x, threads = (i64)gridDim.x * blockDim.x;
+    i64 packed = in_packs(n, mask, (u64)dout | (u64)dx);
+    auto value = [=](u8 mask, T dout, T dx) {
+        float own = (mask != 0) == (chosen != 0) ? to_float(dout) : 0.0f;
+        return from_float<T>(accumulate ? to_float(dx) + own : own);
+    };
+    for (i64 i = thread * Pack<T>::SIZE; i < packed; i += threads * Pack<T>::SIZE) {
+        Mask own = *reinterpret_cast<const Mask*>(mask + i);
+        Pack<T> from = load_pack(dout + i), to = load_or(accumulate ? dx : nullptr, i, 0.0f);
+#pragma unroll
+        for (int k = 0; k < Pack<T>::SIZE; k++) to.v[k] = value(own.v[k], from.v[k], to.v[k]);
+        store_pack(dx + i, to);
     }
+    for (i64 i = packed + thread; i < n; i += threads) dx[i] = value(mask[i], dout[i], accumulate ? dx[i] : T{});
 }

@@ -134,7 +134,8 @@ forward(T* out, float* lse, const T* q, const T* k, const T* v, int Tq, int Tk, 
 
     Mask pairs(bits, states, by_image, by_head, n, h, Tq, Tk);
     int steps = CEIL_DIV(Tk, BN);
-    auto next = [&](int step) { return pairs.next_keys<BM, BN>(first, step, steps); };
+    Walk own_walk(pairs, pairs.at.of_queries(first / 64));
+    auto next = [&](int step) { return own_walk.next<BN>(step, steps); };
     auto load = [&](int step, int i) {
         T* k_rows = stages + i % STAGES * (2 * BN * PITCH);
         load_rows<BN>(k_rows, k + (i64)step * BN * token, Tk - step * BN, token, D, aligned);
@@ -208,7 +209,8 @@ backward_q(T* dq, float* delta, const float* lse, const T* q, const T* k, const 
 
     Mask pairs(bits, states, by_image, by_head, n, h, Tq, Tk);
     int steps = CEIL_DIV(Tk, BN);
-    auto next = [&](int step) { return pairs.next_keys<BM, BN>(first, step, steps); };
+    Walk own_walk(pairs, pairs.at.of_queries(first / 64));
+    auto next = [&](int step) { return own_walk.next<BN>(step, steps); };
     auto load = [&](int step, int i) {
         T* k_rows = stages + i % STAGES * (2 * BN * PITCH);
         load_rows<BN>(k_rows, k + (i64)step * BN * token, Tk - step * BN, token, D, aligned);
@@ -300,7 +302,8 @@ backward_kv(T* dk, T* dv, const float* delta, const float* lse, const T* q, cons
 
     Mask pairs(bits, states, by_image, by_head, n, h, Tq, Tk);
     int steps = CEIL_DIV(Tq, BN);
-    auto next = [&](int step) { return pairs.next_queries<BM, BN>(first, step, steps); };
+    Walk own_walk(pairs, pairs.at.of_keys(first / 64));
+    auto next = [&](int step) { return own_walk.next<BN>(step, steps); };
     auto load = [&](int step, int i) {
         T* q_rows = (T*)(stages + i % STAGES * STAGE);
         T* dout_rows = q_rows + BN * PITCH;

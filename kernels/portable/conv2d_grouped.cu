@@ -1,5 +1,5 @@
-// Convolutions with groups or dilation, on FMA units: for each group one tiled product of matrices. Large ones with dilation,
-// stride 1 and one group are restated without dilation instead (convolution/restated.py).
+// Convolutions with groups or dilation, on FMA units: for each group one tiled product of matrices. Large ones run as others on
+// tensor cores instead (convolution/bundles.py, restated.py), but those with a dilation and a stride.
 //
 //   PASS   result             rows             columns             depth
 //   FPROP  out[pixel][k]      pixels of out    k                   (r, s, c)

@@ -1,4 +1,4 @@
-// Reductions over the middle axis of x, seen as [outer][reduce][inner], and their gradients.
+// Reductions and cumulative sums over the middle axis of x, seen as [outer][reduce][inner], and their gradients.
 //
 //   out = scale * reduction of x, or += where `accumulate`; the *_whole kernels take no notice of `scale` and `accumulate`
 //
@@ -9,7 +9,7 @@
 // depends on the shape and on VEC. NaN wins over every number in maximum and minimum.
 // VEC=1: inner and the address of x are multiples of a 16-byte pack; each thread reads one pack at a time.
 // Launch: block (columns, lanes, rows), powers of two, product at most 256; gridDim.x = CEIL_DIV(outer, rows) *
-// CEIL_DIV(inner, columns * V). The *_backward kernels are grid-stride loops: any launch shape.
+// CEIL_DIV(inner, columns * V). cumsum as it says. The *_backward kernels are grid-stride loops: any launch shape.
 #include "common.cuh"
 
 constexpr int V = VEC ? Pack<T>::SIZE : 1;
@@ -154,6 +154,91 @@ extern "C" __global__ void square_deviation(const T* x, const float* mean, SHAPE
         float d = to_float(x) - mean[c];
         return d * d;
     });
+}
+
+__device__ __forceinline__ float wide(float x) { return x; }
+__device__ __forceinline__ float wide(bf16 x) { return to_float(x); }
+__device__ __forceinline__ float wide(half x) { return to_float(x); }
+template <typename X> __device__ __forceinline__ i64 wide(X x) { return whole(x); }
+template <typename X> __device__ __forceinline__ X narrow(float x) { return from_float<X>(x); }
+template <typename X> __device__ __forceinline__ X narrow(i64 x) { return whole_as<X>(x); }
+
+// x summed with the lanes before it in its warp.
+template <typename S> __device__ __forceinline__ S warp_scan(S x, int lane) {
+#pragma unroll
+    for (int offset = 1; offset < 32; offset *= 2) {
+        S before = __shfl_up_sync(~0u, x, offset);
+        if (lane >= offset) x += before;
+    }
+    return x;
+}
+
+// out[r] = the sum of x[0] to x[r], or of x[r] to the last where `reverse`, over the middle axis. Blocks with blockIdx.y = y have
+// the y-th chunk in this direction; they add what before[y - 1] holds, if it is given, and write their last sum to sums[y], if
+// that is. Both are [outer][gridDim.y][inner], of float or i64. out may be null.
+// A block goes through its chunk by tiles of ITEMS elements a lane. Of one column a lane's elements lie `lanes` apart, so that a
+// warp reads adjacent ones; of several, and where there are fewer than 32 lanes, they are adjacent.
+// Launch: block (columns, lanes, rows), powers of two of product at most 512, at most 64 rows; of one column at most
+// 128 lanes, else 16.
+constexpr int ITEMS = 8;
+extern "C" __global__ void cumsum(const T* x, OUT* out, const void* before, void* sums, int reverse, i64 outer, i64 count,
+                                  i64 inner, i64 chunk) {
+    wait_for_previous();
+    using S = decltype(wide(T{}));
+    __shared__ S shared[512];
+    int columns = blockDim.x, lanes = blockDim.y, lane = threadIdx.y, in_warp = lane % 32, warp = lane / 32, warps = lanes / 32;
+    S* totals = shared + threadIdx.z * lanes * columns + threadIdx.x;
+    u32 column_blocks = inner > 1 ? (u32)CEIL_DIV(inner, (i64)columns) : 1;
+    i64 i = (i64)(blockIdx.x % column_blocks) * columns + threadIdx.x, o = (i64)(blockIdx.x / column_blocks) * blockDim.z + threadIdx.z;
+    i64 begin = blockIdx.y * chunk, end = min(begin + chunk, count), own = (o * gridDim.y + blockIdx.y) * inner + i;
+    bool inside = i < inner && o < outer, apart = warps > 0;
+    i64 first = o * count * inner + i;
+    int step = apart ? lanes : 1, at = apart ? lane : lane * ITEMS;
+    S carry = before && inside && blockIdx.y ? static_cast<const S*>(before)[own - inner] : 0;
+    for (i64 tile = begin + at; tile < end + at; tile += lanes * ITEMS) {
+        S values[ITEMS], sum = 0, all = 0;
+#pragma unroll
+        for (int j = 0; j < ITEMS; j++) {
+            i64 r = tile + j * step;
+            values[j] = inside && r < end ? wide(x[first + (reverse ? count - 1 - r : r) * inner]) : 0;
+        }
+        if (apart) {
+#pragma unroll
+            for (int j = 0; j < ITEMS; j++) values[j] = warp_scan(values[j], in_warp);
+            __syncthreads();
+            if (in_warp == 31)
+#pragma unroll
+                for (int j = 0; j < ITEMS; j++) totals[j * warps + warp] = values[j];
+            __syncthreads();
+            all = warp_scan(in_warp < ITEMS * warps ? totals[in_warp] : S(0), in_warp);
+            sum = __shfl_up_sync(~0u, all, 1);
+            all = __shfl_sync(~0u, all, 31);
+#pragma unroll
+            for (int j = 0; j < ITEMS; j++) {
+                S earlier = __shfl_sync(~0u, sum, j * warps + warp);
+                values[j] += j + warp ? carry + earlier : carry;
+            }
+        } else {
+#pragma unroll
+            for (int j = 1; j < ITEMS; j++) values[j] += values[j - 1];
+            __syncthreads();
+            totals[lane * columns] = values[ITEMS - 1];
+            __syncthreads();
+            for (int other = 0; other < lanes; other++) {
+                if (other == lane) sum = all;
+                all += totals[other * columns];
+            }
+#pragma unroll
+            for (int j = 0; j < ITEMS; j++) values[j] += carry + sum;
+        }
+        carry += all;
+#pragma unroll
+        for (int j = 0; j < ITEMS; j++) {
+            i64 r = tile + j * step;
+            if (out && inside && r < end) out[first + (reverse ? count - 1 - r : r) * inner] = narrow<OUT>(values[j]);
+        }
+    }
+    if (sums && inside && lane == 0) static_cast<S*>(sums)[own] = carry;
 }
 
 // The column, in [outer][inner], of element e of x. Divides in 32 bits where they suffice.

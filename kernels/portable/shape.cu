@@ -6,7 +6,11 @@
 //   copy_turned, add_turned   the same of elements, where out's stride along the last axis is 1, and x's along the last but one
 //   join            out (rows, pitch): from column `start` on, parts (rows, width of each) side by side. Units as above; fewer
 //                   than 2^32 of them are written.
+//   fit             out (batches, rows, columns), contiguous, from a multiple of 16 bytes on, = x (batches, own_rows, own_columns)
+//                   cut at the ends of rows and columns, or with zeros behind. x's rows lie `pitch` elements apart, its batches
+//                   `batch`. out has n elements, fewer than 2^31. A thread writes packs, whatever columns is.
 //   fill            out[i] = value
+//   one_hot         rows of one 1 each
 //   take            rows of x by an index: out[i] = x[index[i]]
 //   take_axis       the same along another axis: out[l][i][w] = x[l][index[i]][w], or x[l][index[l][i][w]][w] if `along`
 //   scan_sums, sum_parts, sum_runs, axis_sums, last   scatter; see there
@@ -152,6 +156,27 @@ extern "C" __global__ void join_packed(uint4* out, u32 rows, u32 pitch, u32 star
     join_parts(out, rows, pitch, start, parts);
 }
 
+extern "C" __global__ void fit(T* out, const T* x, u32 n, u32 rows, u32 columns, u32 own_rows, u32 own_columns, i64 pitch,
+                               i64 batch) {
+    wait_for_previous();
+    constexpr u32 SIZE = Pack<T>::SIZE;
+    for (u32 first = (blockIdx.x * blockDim.x + threadIdx.x) * SIZE; first < n; first += gridDim.x * blockDim.x * SIZE) {
+        u32 row = first / columns, column = first - row * columns, of = row / rows;
+        row -= of * rows;
+        const T* from = x + of * batch + row * pitch;
+        Pack<T> pack;
+#pragma unroll
+        for (u32 k = 0; k < SIZE; k++) {
+            pack.v[k] = row < own_rows && column < own_columns ? from[column] : T{};
+            if (++column < columns) continue;
+            column = 0, from += pitch;
+            if (++row == rows) row = 0, from = x + ++of * batch;
+        }
+        if (first + SIZE <= n) store_pack(out + first, pack);
+        else for (u32 k = 0; first + k < n; k++) out[first + k] = pack.v[k];
+    }
+}
+
 extern "C" __global__ void fill(T* out, float value, i64 n) {
     wait_for_previous();
     for (i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += (i64)gridDim.x * blockDim.x) out[i] = from_float<T>(value);
@@ -172,6 +197,16 @@ extern "C" __global__ void take(const T* x, const int* index, T* out, i64 rows, 
     wait_for_previous();
     if (((u64)x | (u64)out | width * sizeof(T)) % 16) take_rows(x, index, out, rows, width, count);
     else take_rows((const uint4*)x, index, (uint4*)out, rows, (i64)(width * sizeof(T) / 16), count);
+}
+// out (n, count) = 1 where the column is the row's label, else 0; a label that is `ignored` has no column.
+extern "C" __global__ void one_hot(T* out, const int* labels, i64 n, int count, i64 ignored) {
+    wait_for_previous();
+    i64 size = n * count;
+    for (i64 e = (i64)blockIdx.x * blockDim.x + threadIdx.x; e < size; e += (i64)gridDim.x * blockDim.x) {
+        i64 i = size <= 0xffffffffll ? (u32)e / (u32)count : e / count;
+        int label = labels[i];
+        out[e] = from_float<T>(label != ignored && e - i * count == label ? 1.0f : 0.0f);
+    }
 }
 template <typename Unit>
 __device__ __forceinline__ void take_planes(

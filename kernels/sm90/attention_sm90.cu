@@ -21,8 +21,7 @@
 //   Products   The result of a product is rounded in registers, and is the left operand of the next product.
 //   Overlap    In the backward, the scores become weights while dout is multiplied by v. Else a warpgroup waits for each
 //              product. The other warpgroups of its multiprocessor compute meanwhile. By registers 6 warpgroups of forward fit
-//              where DP is 32, 4 up to 80, 3 beyond, with a mask one less where DP is 32 or 128; 3 of backward_q, with a
-//              mask 2 where DP is 128; 3 of backward_kv, 2 where DP is 128.
+//              where DP is 32, 5 with a mask, 4 up to 80, 3 beyond; 3 of backward_q; 3 of backward_kv, 2 where DP is 128.
 //   Halves     Where DP is 80 or 96, backward_kv takes the queries of a step in two halves. With all 64 at once only two
 //              warpgroups would fit, not three.
 //
@@ -34,9 +33,10 @@
 #include "attention_mask.cuh"
 #include "attention_sm90.cuh"
 
+static_assert(!MASKED || GROUPS == 1, "a block's queries are of one tile of the mask");
 constexpr int THREADS = GROUPS * 128;
-constexpr int BLOCKS = (DP == 32 ? 6 - MASKED : DP <= 80 ? 4 : DP <= 96 ? 3 : 3 - MASKED) / GROUPS;  // that fit by registers
-constexpr int Q_BLOCKS = DP <= 96 ? 3 : 3 - MASKED, KV_BLOCKS = DP <= 96 ? 3 : 2;
+constexpr int BLOCKS = (DP == 32 ? 6 - MASKED : DP <= 80 ? 4 : 3) / GROUPS;  // that fit by registers
+constexpr int KV_BLOCKS = DP <= 96 ? 3 : 2;
 constexpr int AT_ONCE = DP == 80 || DP == 96 ? 32 : 64;  // queries that backward_kv multiplies at once
 
 // Release the stage of a step, which THREADS threads have read together. Thread 0 then loads a later step into it, if any is left.
@@ -47,13 +47,19 @@ template <int THREADS, class Load> __device__ __forceinline__ void reuse_stage(R
     __syncwarp();
 }
 
-// Scores of the pairs that do not attend become -inf: s of 64 queries, whose keys are the tile `key_tile` or its first 2 COUNT.
-template <int COUNT> __device__ __forceinline__ void mask_keys(float (&s)[COUNT], const Mask& mask, int first, int key_tile) {
-    TileState state = mask.state(first / 64, key_tile);
-    if (state == ALL) return;
+// The mask of a tile's keys for this lane's two rows, of the 64 from `first` on: bits. Loaded while the scores are computed.
+__device__ __forceinline__ void load_mask(u64 (&attends)[2], const Mask& pairs, TileState state, int first, int key_tile) {
+    if (!MASKED) return;
+#pragma unroll
+    for (int r = 0; r < 2; r++)
+        attends[r] = state == SOME ? pairs.rows(key_tile, first + WARP_ROW + 8 * r + GROUP)[0] : ~0ull;
+}
+// Scores of the pairs that do not attend become -inf. The keys are a tile's, or its first 2 COUNT.
+template <int COUNT> __device__ __forceinline__ void mask_keys(float (&s)[COUNT], const u64 (&attends)[2]) {
+    if (!MASKED || (attends[0] & attends[1]) == ~0ull) return;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-        u64 row = state == NONE ? 0 : mask.rows(key_tile, first + WARP_ROW + 8 * r + GROUP)[0] >> 2 * QUAD;
+        u64 row = attends[r] >> 2 * QUAD;
 #pragma unroll
         for (int i = 2 * r; i < COUNT; i += 4) {
             if (!(row >> i / 4 * 8 & 1)) s[i] = -infinity();
@@ -75,6 +81,9 @@ template <int COUNT> __device__ __forceinline__ void mask_queries(float (&s)[COU
         }
 }
 
+// A block's tile of queries. With a mask the last ones begin first: by a causal mask they have most keys.
+__device__ __forceinline__ int last_first() { return MASKED ? gridDim.x - 1 - blockIdx.x : blockIdx.x; }
+
 // A row's `top` before its first score. It is finite where MASKED: a row of which no score counts has weights of 0, not NaN.
 __device__ __forceinline__ float lowest() { return MASKED ? -3.0e38f : -infinity(); }
 template <int COUNT> __device__ __forceinline__ void clear(float (&c)[COUNT]) {
@@ -86,15 +95,17 @@ template <int COUNT> __device__ __forceinline__ void clear(float (&c)[COUNT]) {
 // the tile of values behind it. `left` tokens exist; those after them are masked. The queries lie from `first` on.
 template <int KEYS>
 __device__ __forceinline__ void attend(float (&acc)[DP / 2], float (&top)[2], float (&sum)[2], u32 queries, u32 tile, int left,
-                                       float scale2, bool add, const Mask& pairs, int first, int step) {
+                                       float scale2, bool add, const Mask& pairs, TileState state, int first, int step) {
     float s[KEYS / 2];
     u32 weights[KEYS / 16][4];
+    u64 attends[2];
     wgmma_fence();
     multiply_tokens<KEYS / 2, 64>(s, queries, tile);
     wgmma_commit();
+    load_mask(attends, pairs, state, first, step);
     wgmma_wait<0>();
     if (left < KEYS) mask(s, left);
-    if (MASKED) mask_keys(s, pairs, first, step);
+    mask_keys(s, attends);
 
     raise_top(s, top, scale2, [&](int r, float factor) { sum[r] *= factor, scale_row(acc, r, factor); });
     weigh(s, top, sum, scale2);
@@ -113,17 +124,17 @@ forward(const __grid_constant__ TileMap q, const __grid_constant__ TileMap k, co
     u32 base = shared_address(shared), stages = base + GROUPS * TILE, barriers = stages + STAGES * 2 * TILE;
     u32 q_barrier = barriers + 16 * STAGES;
     int heads = gridDim.y, h = blockIdx.y, n = blockIdx.z, TP = CEIL_DIV(Tq, 64) * 64, steps = CEIL_DIV(Tk, 64);
-    int group = threadIdx.x / 128, first = (blockIdx.x * GROUPS + group) * 64;
+    int tile = last_first(), group = threadIdx.x / 128, first = (tile * GROUPS + group) * 64;
     u32 own = base + group * TILE;
     float scale2 = scale * LOG2E;
     Head at(h, D);
     lse += ((i64)n * heads + h) * TP;
     Mask pairs(bits, states, by_image, by_head, n, h, Tq, Tk);
-    auto next = [&](int step) { return pairs.next_keys<GROUPS * 64, 64>(blockIdx.x * GROUPS * 64, step, steps); };
+    Walk walk(pairs, pairs.at.of_queries(tile)), loading = walk;
     Ring ring(stages, 2 * TILE, STAGES, barriers), loads = ring;
     int ahead = 0;  // the steps before it are loaded or skipped
     auto load = [&] {
-        ahead = next(ahead);
+        ahead = loading.next<64>(ahead, steps);
         if (ahead >= steps) return;
         u32 full = loads.acquire(2 * TILE);
         load_tile(loads.buffer(), k, full, at, ahead * 64, n);
@@ -147,12 +158,12 @@ forward(const __grid_constant__ TileMap q, const __grid_constant__ TileMap k, co
     float top[2] = {lowest(), lowest()}, sum[2] = {};  // of rows GROUP and GROUP + 8: score * scale2 of the weight 1; this
                                                        // lane's part of the denominator
     if (MASKED) clear(acc);
-    for (int step = next(0); step < steps; step = next(step + 1)) {
+    for (int step = walk.next<64>(0, steps); step < steps; step = walk.next<64>(step + 1, steps)) {
         int left = Tk - step * 64;
         bool add = MASKED || step > 0;
         ring.wait();
-        if (left > FEW) attend<64>(acc, top, sum, own, ring.buffer(), left, scale2, add, pairs, first, step);
-        else attend<FEW>(acc, top, sum, own, ring.buffer(), left, scale2, add, pairs, first, step);
+        if (left > FEW) attend<64>(acc, top, sum, own, ring.buffer(), left, scale2, add, pairs, walk.state(step), first, step);
+        else attend<FEW>(acc, top, sum, own, ring.buffer(), left, scale2, add, pairs, walk.state(step), first, step);
         reuse_stage<128>(ring, load);
     }
     finish_rows(acc, top, sum, lse, first, Tq, TP);
@@ -221,7 +232,9 @@ __device__ __forceinline__ void find_delta(float (&row_delta)[2], float* delta, 
 }
 
 // Where the sums of a block's tile begin, in floats. token, head: floats from a tile's sums to the next, and from a head's.
-__device__ __forceinline__ i64 own_sums(int n, int h, int token, int head) { return ((i64)n * gridDim.x + blockIdx.x) * token + h * head; }
+__device__ __forceinline__ i64 own_sums(int n, int h, int tile, int token, int head) {
+    return ((i64)n * gridDim.x + tile) * token + h * head;
+}
 
 // Write for each of D channels the sum over the first `rows` rows of a rounded tile, which lies where store_tile left it.
 __device__ __forceinline__ void leave_sums(float* sums, u32 tile, int rows, int D) {
@@ -233,7 +246,7 @@ __device__ __forceinline__ void leave_sums(float* sums, u32 tile, int rows, int 
     if ((int)PANEL_COLUMN < REST) leave(FULL * 64 + PANEL_COLUMN, panel_sums<T, REST_BYTES>(tile + FULL * 64 * 128, rows));
 }
 
-extern "C" __global__ void __launch_bounds__(128, Q_BLOCKS)
+extern "C" __global__ void __launch_bounds__(128, 3)
 backward_q(const __grid_constant__ TileMap q, const __grid_constant__ TileMap k, const __grid_constant__ TileMap v,
            const __grid_constant__ TileMap dout, const __grid_constant__ TileMap dq, float* delta, const float* lse,
            const T* out, int Tq, int Tk, int D, float scale, float* sums_q, int token, int head, const u64* bits,
@@ -242,17 +255,17 @@ backward_q(const __grid_constant__ TileMap q, const __grid_constant__ TileMap k,
     u32 base = shared_address(shared), stages = base + 2 * TILE, barriers = stages + STAGES * 2 * TILE;
     u32 own_barrier = barriers + 16 * STAGES;
     int heads = gridDim.y, h = blockIdx.y, n = blockIdx.z, TP = CEIL_DIV(Tq, 64) * 64, steps = CEIL_DIV(Tk, 64);
-    int first = blockIdx.x * 64;
+    int tile = last_first(), first = tile * 64;
     float scale2 = scale * LOG2E;
     Head at(h, D);
     lse += ((i64)n * heads + h) * TP;
     delta += ((i64)n * heads + h) * TP;
     Mask pairs(bits, states, by_image, by_head, n, h, Tq, Tk);
-    auto next = [&](int step) { return pairs.next_keys<64, 64>(blockIdx.x * 64, step, steps); };
+    Walk walk(pairs, pairs.at.of_queries(tile)), loading = walk;
     Ring ring(stages, 2 * TILE, STAGES, barriers), loads = ring;
     int ahead = 0;  // the steps before it are loaded or skipped
     auto load = [&] {
-        ahead = next(ahead);
+        ahead = loading.next<64>(ahead, steps);
         if (ahead >= steps) return;
         u32 full = loads.acquire(2 * TILE);
         load_tile(loads.buffer(), k, full, at, ahead * 64, n);
@@ -269,16 +282,18 @@ backward_q(const __grid_constant__ TileMap q, const __grid_constant__ TileMap k,
     u32 weights[4][4];
     float s[32], dp[32], acc[DP / 2];
     if (MASKED) clear(acc);
-    for (int step = next(0); step < steps; step = next(step + 1)) {
+    for (int step = walk.next<64>(0, steps); step < steps; step = walk.next<64>(step + 1, steps)) {
         ring.wait();
         wgmma_fence();
         multiply_tokens(s, base, ring.buffer());
         wgmma_commit();
         multiply_tokens(dp, base + TILE, ring.buffer() + TILE);
         wgmma_commit();
+        u64 attends[2];
+        load_mask(attends, pairs, walk.state(step), first, step);
         wgmma_wait<1>();
         if ((step + 1) * 64 > Tk) mask(s, Tk - step * 64);
-        if (MASKED) mask_keys(s, pairs, first, step);
+        mask_keys(s, attends);
 #pragma unroll
         for (int i = 0; i < 32; i++) s[i] = exp2_fast(s[i] * scale2 - row_lse[i / 2 % 2]);
         wgmma_wait<0>();
@@ -292,7 +307,7 @@ backward_q(const __grid_constant__ TileMap q, const __grid_constant__ TileMap k,
         reuse_stage<128>(ring, load);
     }
     store_tile(dq, acc, scale, base, at, first, n);
-    if (DP > 32 && sums_q) leave_sums(sums_q + own_sums(n, h, token, head), base, Tq - first, D);
+    if (DP > 32 && sums_q) leave_sums(sums_q + own_sums(n, h, tile, token, head), base, Tq - first, D);
     finish_stores();
 }
 
@@ -314,11 +329,11 @@ backward_kv(const __grid_constant__ TileMap q, const __grid_constant__ TileMap k
     lse += ((i64)n * heads + h) * TP;
     delta += ((i64)n * heads + h) * TP;
     Mask pairs(bits, states, by_image, by_head, n, h, Tq, Tk);
-    auto next = [&](int step) { return pairs.next_queries<64, 64>(first, step, steps); };
+    Walk walk(pairs, pairs.at.of_keys(blockIdx.x)), loading = walk;
     Ring ring(stages, STAGE, STAGES, barriers), loads = ring;
     int ahead = 0;
     auto load = [&] {
-        ahead = next(ahead);
+        ahead = loading.next<64>(ahead, steps);
         if (ahead >= steps) return;
         u32 full = loads.acquire(BYTES), rows = loads.buffer() + 2 * TILE;
         load_tile(loads.buffer(), q, full, at, ahead * 64, n);
@@ -333,7 +348,7 @@ backward_kv(const __grid_constant__ TileMap q, const __grid_constant__ TileMap k
     float dk_acc[DP / 2], dv_acc[DP / 2];
     if (MASKED) clear(dk_acc), clear(dv_acc);
     barrier_wait(own_barrier, 0);
-    for (int step = next(0); step < steps; step = next(step + 1)) {
+    for (int step = walk.next<64>(0, steps); step < steps; step = walk.next<64>(step + 1, steps)) {
         ring.wait();
         u32 q_tile = ring.buffer(), dout_tile = q_tile + TILE;
         const float* rows = reinterpret_cast<const float*>(shared + (q_tile - base) + 2 * TILE);
@@ -347,7 +362,7 @@ backward_kv(const __grid_constant__ TileMap q, const __grid_constant__ TileMap k
             multiply_tokens<AT_ONCE / 2, 64>(ds, base + TILE, dout_tile, i);
             wgmma_commit();
             wgmma_wait<1>();
-            if (MASKED && pairs.state(step, blockIdx.x) == SOME) mask_queries(p, reinterpret_cast<const u64*>(rows + 128) + i);
+            if (MASKED && walk.state(step) == SOME) mask_queries(p, reinterpret_cast<const u64*>(rows + 128) + i);
             weigh_again(p, rows + i, scale2);
             wgmma_wait<0>();
             differentiate(ds, p, rows + 64 + i);
@@ -364,8 +379,8 @@ backward_kv(const __grid_constant__ TileMap q, const __grid_constant__ TileMap k
     store_tile(dk, dk_acc, scale, base, at, first, n);
     store_tile(dv, dv_acc, 1.0f, base + TILE, at, first, n);
     if (DP > 32 && sums_k) {
-        leave_sums(sums_k + own_sums(n, h, token, head), base, Tk - first, D);
-        leave_sums(sums_v + own_sums(n, h, token, head), base + TILE, Tk - first, D);
+        leave_sums(sums_k + own_sums(n, h, blockIdx.x, token, head), base, Tk - first, D);
+        leave_sums(sums_v + own_sums(n, h, blockIdx.x, token, head), base + TILE, Tk - first, D);
     }
     finish_stores();
 }

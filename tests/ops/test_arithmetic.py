@@ -159,7 +159,9 @@ def test_shapes_that_do_not_broadcast(device):
         Tensor(np.ones((2, 3)), dtype=np.float32, device=device) + Tensor(np.ones(2), dtype=np.float32, device=device)
 
 
-@pytest.mark.parametrize("shapes", [((3, 5), (3, 5), (3, 5)), ((3, 1), (5,), ()), ((16,), (4, 16), (4, 1))], ids=str)
+@pytest.mark.parametrize("shapes", [
+    ((3, 5), (3, 5), (3, 5)), ((3, 1), (5,), ()), ((16,), (4, 16), (4, 1)), ((1031,), (1031,), (1031,)),
+], ids=str)
 def test_where(shapes, device, rng):
     mask = rng.integers(0, 2, shapes[0]).astype(np.uint8)
     a, b = (np.asarray(rng.standard_normal(shape)) for shape in shapes[1:])

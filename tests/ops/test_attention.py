@@ -209,6 +209,15 @@ def test_masked(device, rng, kind, tq, tk, dim):
              dtypes=("float32", "bfloat16", "float16"))
 
 
+@pytest.mark.parametrize("kind", ["causal", "window", "few"])
+def test_masked_tokens_of_many_tiles(device, rng, kind):
+    """More than eight tiles each way, whose states are read together."""
+    q, k, v = (rng.standard_normal((1, t, 1, 8)) for t in (600, 700, 700))
+    mask = masks(kind, rng, 1, 1, 600, 700)
+    check_op(lambda q, k, v: attention(q, k, v, mask), q, k, v, device=device, torch_fn=torch_masked(mask),
+             dtypes=("float32", "bfloat16"))
+
+
 @pytest.mark.parametrize("new_order", [False, True])
 @pytest.mark.parametrize("t, dim", [(70, 24), (9, 136)])
 def test_masked_qkv(device, rng, new_order, t, dim):

@@ -16,6 +16,23 @@ def test_losses(name, torch_name, options, device, rng):
              torch_fn=lambda x, t: getattr(torch.nn.functional, torch_name)(x, t, **options))
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (3, 8), (4097,), (130, 65)])
+@pytest.mark.parametrize("delta", [0.5, 3.0])
+def test_huber(shape, delta, device, rng):
+    pred, target = 2 * rng.standard_normal(shape), rng.standard_normal(shape)
+    check_op(lambda x, t: cudiff.huber(x, t, delta), np.asarray(pred), np.asarray(target), device=device,
+             torch_fn=lambda x, t: torch.nn.functional.huber_loss(x, t, delta=delta))
+
+
+def test_hubers_gradient_beside_a_target_without_one(device):
+    pred = Tensor(np.float32([0, 3, -3, np.nan]), device=device, requires_grad=True)
+    for count in (1, 2):
+        cudiff.huber(pred, np.zeros(4, np.float32), 2).backward()
+        np.testing.assert_array_equal(Tensor(pred.grad).numpy(), count * np.float32([0, 0.5, -0.5, np.nan]))
+    with pytest.raises(ValueError, match=r"huber: mean over no elements of shape \(0,\)"):
+        cudiff.huber(pred[:0], pred[:0])
+
+
 @pytest.mark.parametrize("name, options", [
     ("leaky_relu", {}), ("leaky_relu", {"negative_slope": 0.3}), ("elu", {}), ("elu", {"alpha": 0.5}),
     ("gelu", {"approximate": "tanh"}), ("softplus", {}), ("softplus", {"beta": 2.5}),
@@ -46,10 +63,22 @@ def test_logsumexp(axis, keepdims, device, rng):
              torch_fn=lambda x: torch.logsumexp(x, axis, keepdims))
 
 
+@pytest.mark.parametrize("shape, axis", [((70, 33), 0), ((5, 2000), 1), ((300, 3), 1), ((2, 3), None), ((), None)])
+def test_logsumexp_of_rows_and_columns(shape, axis, device, rng):
+    check_op(lambda x: cudiff.logsumexp(x, axis), np.asarray(3 * rng.standard_normal(shape)), device=device,
+             dtypes=("float32", "bfloat16", "float16"))
+
+
+def test_logsumexp_of_a_long_row_is_composed(device, rng):
+    x = rng.standard_normal(70_000).astype(np.float32)
+    assert cudiff.logsumexp(Tensor(x, device=device)).item() == pytest.approx(np.log(np.exp(x.astype(float)).sum()))
+
+
 def test_logsumexp_of_far_and_infinite_values(device):
-    x = Tensor(np.float32([[1000, 1000], [-1000, -np.inf], [-np.inf, -np.inf], [np.inf, 0]]), device=device)
-    expected = [1000 + np.log(2), -1000, -np.inf, np.inf]
-    with np.errstate(divide="ignore"):
+    rows = [[1000, 1000], [-1000, -np.inf], [-np.inf, -np.inf], [np.inf, 0], [np.inf, np.nan], [np.nan, 0]]
+    x = Tensor(np.float32(rows), device=device)
+    expected = [1000 + np.log(2), -1000, -np.inf, np.inf, np.nan, np.nan]
+    with np.errstate(divide="ignore", invalid="ignore"):
         np.testing.assert_allclose(cudiff.logsumexp(x, 1).numpy(), expected, rtol=1e-6)
 
 

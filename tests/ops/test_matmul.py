@@ -7,10 +7,12 @@ import pytest
 from cudiff.backend import bfloat16
 from cudiff.cuda import select
 from cudiff.cuda.device import current_device
+from cudiff.cuda.kernels.convolution import restated
+from cudiff.cuda.kernels.convolution.problem import DGRAD, FPROP, WGRAD, Image, Problem, Weight
 from cudiff.cuda.kernels.gemm import matmul as portable
 from cudiff.cuda.kernels.gemm import whole
 from cudiff.cuda.kernels.gemm.problem import Matrix, Product
-from cudiff.cuda.kernels.gemm.table import MATMUL
+from cudiff.cuda.kernels.gemm.table import LINEAR, MATMUL
 from cudiff.cuda.kernels.gemm.table import matmul as multiply
 from cudiff.ops.matmul import linear, matmul
 from cudiff.precision import allow_tf32
@@ -41,9 +43,10 @@ def test_matmul(device, rng, a, b):
 
 @pytest.fixture
 def copied(monkeypatch):
-    """Products of rows that are not aligned are of copies, however small: matmul.cu is taken to be slow without."""
+    """Products of rows that are not aligned are of copies, however small: these are taken to cost nothing."""
     forget()
-    monkeypatch.setattr(whole, "microseconds", lambda p: 1e9)
+    for module, name in [(whole, "fit_microseconds"), (restated, "fit_microseconds")]:
+        monkeypatch.setattr(module, name, lambda shape, dtype: -1e6)
     yield
     forget()
 
@@ -84,10 +87,10 @@ def product(m, n, k, out=BF16, dtype=BF16, transpose_a=False, transpose_b=False,
 
 @pytest.mark.parametrize("transposed", list(itertools.product((False, True), repeat=2)))
 @pytest.mark.parametrize("sizes, more, on_hopper, on_older", [
-    ((4095, 4095, 4097), {}, "shape.copy, gemm_sm90", "shape.copy, matmul"),
-    ((4095, 4095, 4097), {"add": True}, "shape.copy, gemm_sm90", "shape.copy, matmul"),
-    ((4095, 4095, 4097), {"out": FP32}, "shape.copy, gemm_sm90", "shape.copy, matmul"),
-    ((1001, 997, 999), {}, "shape.copy, gemm_sm90", "shape.copy, matmul"),
+    ((4095, 4095, 4097), {}, "shape.fit, gemm_sm90", "shape.fit, matmul"),
+    ((4095, 4095, 4097), {"add": True}, "shape.fit, gemm_sm90", "shape.fit, matmul"),
+    ((4095, 4095, 4097), {"out": FP32}, "shape.fit, gemm_sm90", "shape.fit, matmul"),
+    ((1001, 997, 999), {}, "shape.fit, gemm_sm90", "shape.fit, matmul"),
     ((4096, 4096, 4096), {}, "gemm_sm90", "matmul"),
     ((4095, 4095, 4097), {"dtype": FP32, "out": FP32, "products": 3}, "matmul", "matmul"),
     ((3, 5, 7), {}, "matmul", "matmul"), ((63, 65, 129), {}, "matmul", "matmul"),
@@ -109,6 +112,31 @@ def test_linear(device, rng, x, outputs, with_bias):
     arrays.append(rng.standard_normal(outputs) if with_bias else None)
     check_op(linear, *arrays, device=device, fp32_inputs=(2,), dtypes=("float32", "bfloat16", "float16"),
              torch_fn=lambda x, w, b: torch.nn.functional.linear(x, w, b))
+
+
+@pytest.mark.parametrize("x, outputs", [
+    ((3, 9), 11), ((2, 9, 73), 40), ((2, 4, 72), 41), ((1, 130), 65), ((300, 8), 130),
+], ids=str)
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_linear_layers_with_channels_of_zeros(device, rng, copied, x, outputs, with_bias):
+    test_linear(device, rng, x, outputs, with_bias)
+
+
+def test_linear_layers_with_channels_of_zeros_add_a_residual(device, rng, copied):
+    test_linear_adds_a_residual(device, rng, (2, 5, 20))
+
+
+@pytest.mark.parametrize("direction", [FPROP, DGRAD, WGRAD])
+@pytest.mark.parametrize("rows, inputs, outputs, copies", [
+    (4095, 4097, 4095, True), (4095, 767, 767, True), (4095, 4096, 4096, False), (3, 5, 7, False), (63, 65, 129, False),
+    (50000, 4, 255, False),
+])
+def test_which_linear_layers_get_channels_of_zeros(direction, rows, inputs, outputs, copies):
+    x, out = Image((rows, inputs), BF16), Image((rows, outputs), BF16)
+    x, out = (out, x) if direction == DGRAD else (x, out)
+    asked = Problem(direction, x, Weight((outputs, 1, 1, inputs), inputs % 4 == 0), out)
+    for architecture in ("sm_90a", "sm_80"):
+        assert LINEAR.select(asked, architecture).row.name.startswith("shape.fit, channels") == copies
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 8])

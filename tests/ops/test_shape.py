@@ -230,3 +230,30 @@ def test_merge_axes():
     assert merge_axes((4, 1, 3), [(3, 99, 1), (1, 7, 0)]) == ((4, 3), ((3, 1), (1, 0)))
     assert merge_axes((), [(), ()])[0] == (1,)
     assert merge_axes((1, 1, 1), [(8, 4, 4), (8, 4, 4)]) == ((1,), ((8,), (8,)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16, np.float32])
+@pytest.mark.parametrize("own, shape", [
+    ((1, 3, 5), (1, 3, 8)), ((2, 7, 13), (2, 8, 16)), ((2, 8, 16), (2, 7, 13)), ((3, 4, 1), (3, 1, 3)), ((5,), (8,)),
+    ((2, 3, 4, 10), (2, 3, 4, 16)), ((2, 3, 4, 16), (2, 3, 4, 9)), ((5, 2, 3, 7), (8, 2, 3, 8)), ((4, 9), (4, 16)),
+    ((1, 300, 41), (1, 300, 48)),
+])
+def test_rows_are_cut_or_get_zeros(rng, dtype, own, shape):
+    """Of whole arrays and of rows that are parts of longer ones, into arrays that held something else."""
+    values = rng.standard_normal((*own[:-1], own[-1] + 3)).astype(dtype)
+    wide = Tensor(values, device="cuda").data
+    expected, common = np.zeros(shape, dtype), tuple(slice(min(pair)) for pair in zip(own, shape, strict=True))
+    expected[common] = values[common]
+    for x in (wide[..., : own[-1]], wide[..., : own[-1]].copy()):
+        for longer in (0, 1):  # rows of the result may be parts of longer ones too
+            held = np.full((*shape[:-1], shape[-1] + longer), np.nan, dtype)
+            out = Tensor(held, device="cuda").data[..., : shape[-1]]
+            shape_kernels.fit(out, x)
+            assert np.array_equal(Tensor(out.copy()).numpy(), expected)
+
+
+def test_too_many_elements_to_fit(host_of):
+    host = host_of(True)
+    with pytest.raises(ValueError, match=r"fewer than 2\*\*31 elements"):
+        shape_kernels.fitted(host.zeros((1, 2, 3), np.float16), (1, 2**16, 2**15))

@@ -78,14 +78,14 @@ def _turned(sizes: tuple[int, ...], strides: Sequence[tuple[int, ...]], itemsize
 
 def move_microseconds(shape: Sequence[int], dtype: np.dtype) -> float:
     """Estimated microseconds of a `move` of this shape: of its bytes, or of packs or elements if those are slower."""
-    count = math.prod(shape)
-    units = count if shape[-1] * dtype.itemsize % 16 else count * dtype.itemsize // 16
-    return 2 + max(2 * count * dtype.itemsize / MOVED_BYTES, units / MOVED_UNITS)
+    size = math.prod(shape) * dtype.itemsize
+    unit = math.gcd(16, shape[-1] * dtype.itemsize)
+    return 2 + max(2 * size / MOVED_BYTES, size / unit / MOVED_UNITS)
 
 
-def padded_microseconds(shape: Sequence[int], dtype: np.dtype) -> float:
-    """Estimated microseconds of `padded` for an array of this shape: of zeros, and of a `move`."""
-    return 2 + math.prod(shape) * dtype.itemsize / MOVED_BYTES + move_microseconds(shape, dtype)
+def fit_microseconds(shape: Sequence[int], dtype: np.dtype) -> float:
+    """Estimated microseconds of a `fit` of an array of this shape."""
+    return 2 + 2 * math.prod(shape) * dtype.itemsize / MOVED_BYTES
 
 
 def _unit(array: Array) -> np.dtype:
@@ -132,6 +132,16 @@ def _in_packs(sizes: tuple[int, ...], strides: Sequence[tuple[int, ...]], out: A
     )
 
 
+def wide(out: Array, x: Array) -> tuple[Array, Array]:
+    """Both views, of one dtype and shape, as ones of 8 or 4 bytes an element where they consist of these: fewer for
+    `move` to find. Packs of 16 bytes it finds itself."""
+    lengths = [out.shape[-1] * out.itemsize, *(n for view in (out, x) for n in (view.data.ptr, *view.strides[:-1]))]
+    unit = math.gcd(16, *lengths)
+    if unit not in (4, 8) or unit <= out.itemsize or any(view.strides[-1] != view.itemsize for view in (out, x)):
+        return out, x
+    return out.view(_UNITS[unit]), x.view(_UNITS[unit])
+
+
 def contiguous(view: Array) -> Array:
     """A contiguous copy of a strided CuPy view."""
     out = empty(view.shape, view.dtype)
@@ -176,6 +186,30 @@ def padded(x: Array, widths: Sequence[tuple[int, int]]) -> Array:
     out = zeros(tuple(sum(w) + size for w, size in zip(widths, x.shape, strict=True)), x.dtype)
     move(out[region(x.shape, widths)], x)
     return out
+
+
+def fitted(x: Array, shape: tuple[int, ...]) -> Array:
+    """A copy of x of this shape, as `fit` makes it."""
+    out = empty(shape, x.dtype)
+    fit(out, x)
+    return out
+
+
+def fit(out: Array, x: Array) -> None:
+    """out = x cut, or with zeros behind it, along the last axis, and along the second of three or the first of others.
+    Raises ValueError for 2^31 elements."""
+    if out.size >= 2**31:
+        raise ValueError(f"fitting shape {x.shape} to {out.shape} on CUDA takes fewer than 2**31 elements")
+    if not out.flags.c_contiguous or out.data.ptr % 16:
+        copy = fitted(x, out.shape)
+        move(out, copy)
+        return
+    into, source = (array if array.ndim == 3 else array.reshape(1, -1, array.shape[-1]) for array in (out, x))
+    source = source if source.strides[2] == source.itemsize else contiguous(source)
+    sizes = [np.uint32(n) for n in (out.size, *into.shape[1:], *source.shape[1:])]
+    pitches = [np.int64(stride // x.itemsize) for stride in (source.strides[1], source.strides[0])]
+    dtype = _unit(out)
+    launch("shape", "fit", blocks(out.size, 256 * 16 // dtype.itemsize), 256, (out, source, *sizes, *pitches), T=dtype)
 
 
 def at_16_bytes(array: Array) -> Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -14,7 +15,7 @@ TILE = 64
 
 class Mask(NamedTuple):
     """bits: uint64 (N or 1, heads or 1, tiles of 64 keys, queries rounded up to 64), a bit for each key of a tile.
-    states: uint8 (N or 1, heads or 1, tiles of 64 queries, tiles of keys), `TileState` of attention_mask.cuh."""
+    states: uint8 (N or 1, heads or 1, ...), what each tile of 64 queries and 64 keys has: see attention_mask.cuh."""
 
     bits: Array
     states: Array
@@ -27,10 +28,12 @@ def pack(mask: Array, queries: int, keys: int) -> Mask:
     """The mask of bools that broadcast to (N, heads, queries, keys), packed by one launch."""
     mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
     masks = mask.shape[:2]
-    bits = empty((*masks, blocks(keys, TILE), TILE * blocks(queries, TILE)), np.dtype(np.uint64))
-    states = empty((*masks, blocks(queries, TILE), blocks(keys, TILE)), np.dtype(np.uint8))
+    rows, columns = blocks(queries, TILE), blocks(keys, TILE)
+    bits = empty((*masks, columns, TILE * rows), np.dtype(np.uint64))
+    states = empty((*masks, rows * 8 * blocks(columns, 8) + columns * 8 * blocks(rows, 8)), np.dtype(np.uint8))
     steps = (np.int64(step if size > 1 else 0) for step, size in zip(mask.strides, mask.shape, strict=True))
-    launch("attention_mask", "pack", states.size, 128, (bits, states, mask, masks[1], queries, keys, *steps))
+    args = (bits, states, mask, masks[1], queries, keys, *steps)
+    launch("attention_mask", "pack", math.prod(masks) * rows * columns, 256, args)
     return Mask(bits, states)
 
 

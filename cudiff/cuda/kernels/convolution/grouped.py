@@ -14,8 +14,11 @@ from cudiff.cuda.select import Offer
 from cudiff.cuda.sums import add_parts
 
 LARGEST = 8  # side of a depthwise kernel, at most: wgrad's threads keep the sums of a row of taps in registers
+RUN = 4  # results side by side of a thread of conv2d_depthwise.cu
 DEPTH = 16  # of a tile of conv2d_grouped.cu, its BK
-FLOPS = 10e6  # of conv2d_grouped.cu in a microsecond: 64 images of 32 x 32, 128 channels, 3 x 3: 5.8 ms for all passes
+FLOPS = {64: 10e6, 16: 3.6e6}
+"""Of conv2d_grouped.cu in a microsecond, by a tile's columns. All passes of 3x3 convolutions of 64 images of 32 x 32
+took 5.8 ms with 128 channels, dilated, and 4.0 with 32 groups of 8."""
 _SIZES = np.dtype([(name, np.int32) for name in (
     "N", "H", "W", "C", "h", "w", "K", "R", "S", "stride_h", "stride_w", "padding_h", "padding_w", "dilation_h",
     "dilation_w", "groups",
@@ -39,13 +42,14 @@ def run_depthwise(given: Operands, offer: Offer, p: Problem) -> None:
     pack = 16 // image.itemsize if aligned(image, p.groups) and aligned(out) else 1
     lanes = min(32, p.groups // pack)
     across = blocks(p.groups, lanes * pack)
-    constants = {"T": image.dtype, "VEC": int(pack > 1), "ROWS": rows, "COLUMNS": columns}
+    side_by_side = RUN if p.stride[1] == p.dilation[1] == 1 else 1
+    constants = {"T": image.dtype, "VEC": int(pack > 1), "ROWS": rows, "COLUMNS": columns, "RUN": side_by_side}
     n, height, width, _ = out.shape  # in wgrad out is dout
-    block = lanes, min(256 // lanes, max(1, width))
+    block = lanes, min(256 // lanes, blocks(width, side_by_side))
     if p.direction == WGRAD:
         lines = blocks(n * height, blocks(8 * multiprocessors(), across * rows))
         parts = empty((blocks(n * height, lines), *weight.shape), float32)
-        launch("conv2d_depthwise", "wgrad", (len(parts), across, rows), block, (parts, out, image, lines, _sizes(p)),
+        launch("conv2d_depthwise", "wgrad", (rows, across, len(parts)), block, (parts, out, image, lines, _sizes(p)),
                **constants)
         add_parts(parts, weight, given.add)
     else:
@@ -75,16 +79,16 @@ def run(given: Operands, offer: Offer, p: Problem) -> None:
 
 
 def microseconds(p: Problem) -> float:
-    """Estimated microseconds of conv2d_grouped.cu: of whole tiles, of which each multiprocessor has as many. wgrad has
-    parts of the depth enough for all of them."""
+    """Estimated microseconds of conv2d_grouped.cu, of whole tiles. Where they are few, one is taken to be three times
+    as fast as where each multiprocessor has one or more. wgrad has parts of the depth enough for all of these."""
     k, c, taps = p.weight.shape[0] // p.groups, p.weight.shape[3], math.prod(p.kernel)
     pixels = math.prod(p.out.shape[:3])
     columns, depth = (c, k) if p.direction == DGRAD else (k, c)
     bm, bn = (128, 16) if columns <= 16 else (64, 64)
     tiles = p.groups * blocks(pixels, bm) * blocks(columns, bn)
     if p.direction != WGRAD:
-        tiles = blocks(tiles, multiprocessors()) * multiprocessors()
-    return 3.5 + 2 * tiles * bm * bn * taps * depth / FLOPS
+        tiles = max(tiles, multiprocessors() // 3)
+    return 3.5 + 2 * tiles * bm * bn * taps * depth / FLOPS[bn]
 
 
 def _launch(p: Problem, grid: tuple[int, int], tile: tuple[int, int], args: tuple) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cudiff.cuda.kernels.convolution.problem import DGRAD, EPILOGUE, FPROP, LONGEST, WGRAD, Fusion, Operands, Problem
-from cudiff.cuda.kernels.gemm.product import Epilogue, Plan, launch_product, plan, problem_of
+from cudiff.cuda.kernels.gemm.product import Epilogue, Plan, estimate, launch_product, plan, problem_of
 from cudiff.cuda.kernels.shape import contiguous
 from cudiff.cuda.launch import aligned
 from cudiff.cuda.select import Offer
@@ -95,15 +95,18 @@ def microseconds(p: Problem) -> float:
     """Estimated microseconds, as measured on an H200 from 1 to 64 images of 8 to 128 pixels a side: more than `plan`
     estimates for the product. dgrad with a stride takes longest: its depth includes taps over no pixel of dout."""
     longer = 1.3 if p.direction == FPROP else 1.6 if p.stride == (1, 1) else 2.3
-    return 3.5 + longer * plan.estimate(*_product(p))
+    return 3.5 + longer * estimate(p.x.dtype, _extent(p)[0], p.products, *_aligned(p))
 
 
 def _product(p: Problem) -> tuple:
     """The arguments of `plan`, for a weight that starts at a multiple of 16 bytes."""
-    extent, *chunks = _extent(p)
-    whole = all(chunk * p.x.dtype.itemsize % 16 == 0 for chunk in chunks)
-    vectors = p.x.aligned and whole and (p.x2 is None or p.x2.rows_aligned)
-    return problem_of(p.x.dtype, extent, p.products, vectors)
+    vectors = all(_aligned(p)) and p.x.aligned and (p.x2 is None or p.x2.rows_aligned)
+    return problem_of(p.x.dtype, _extent(p)[0], p.products, vectors)
+
+
+def _aligned(p: Problem) -> list[bool]:
+    """Whether what is adjacent of each operand has whole chunks of 16 bytes."""
+    return [chunk * p.x.dtype.itemsize % 16 == 0 for chunk in _extent(p)[1:]]
 
 
 def _extent(p: Problem) -> tuple[tuple[int, int, int, int], int, int]:

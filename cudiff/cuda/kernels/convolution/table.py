@@ -10,6 +10,7 @@ import numpy as np
 from cudiff.backend import Array, float32
 from cudiff.cuda.device import current_target
 from cudiff.cuda.kernels.convolution import (
+    bundles,
     few_channels,
     grouped,
     matrices,
@@ -53,17 +54,31 @@ def _restated(restate: Callable[[Operands, Problem], restated.Restated]) -> Call
     """A row's `run` that runs another convolution in place of the problem's, by the row that the table has for it."""
     def run(given: Operands, offer: Offer, p: Problem) -> None:
         again = restate(given, p)
-        passes: dict[str, Callable[..., Any]] = {FPROP: fprop, DGRAD: dgrad, WGRAD: wgrad}
-        passes[p.direction](again.given, *again.steps)
-        again.finish()
+        again.run(_pass_of(p), *again.steps)
 
     return run
+
+
+def _run_bundles(given: Operands, offer: Offer, p: Problem) -> None:
+    bundles.run(given, offer, p, lambda one, of: _pass_of(p)(one, of.stride, of.padding, of.dilation))
+
+
+def _pass_of(p: Problem) -> Callable[..., Any]:
+    passes: dict[str, Callable[..., Any]] = {FPROP: fprop, DGRAD: dgrad, WGRAD: wgrad}
+    return passes[p.direction]
 
 
 CONVOLUTION = Table(
     "convolution",
     Row("conv2d_depthwise", ANY, grouped.offer_depthwise, grouped.run_depthwise,
         "a group for each channel, kernels of up to 8 a side; adds a bias and an addend"),
+    Row("conv2d_sm90, gemm_sm90, conv2d_wgrad_sm90, of bundles", SM90, bundles.offer_views, _run_bundles,
+        "16 bits, groups without dilation, pixels at multiples of 16 bytes, as convolutions of bundles of groups by "
+        "weights with zeros between groups; adds a bias and an addend; declines if conv2d_grouped is estimated to take "
+        "less time"),
+    Row("shape.copy, bundles", ANY, bundles.offer_copies, _run_bundles,
+        "groups, with dilation only of stride 1, as such convolutions of copies, by this table; adds a bias and an "
+        "addend; declines if conv2d_grouped is estimated to take less time"),
     Row("shape.copy, undilated", ANY, restated.offer_dilated, _restated(restated.undilated),
         "dilation with stride 1 and without groups, as a convolution by this table of the images of every d-th pixel; "
         "adds a bias and an addend; declines if conv2d_grouped is estimated to take less time than copies and conv2d"),
@@ -87,14 +102,26 @@ CONVOLUTION = Table(
     Row("conv2d_wgrad_sm90, conv2d_wgrad_tf32_sm90", SM90, wgrad_sm90.offer, wgrad_sm90.run,
         "wgrad of such convolutions, any number of channels; 16-bit also two sources, or an upsampled input if shared "
         "memory has room; tf32 only of square kernels"),
+    Row("matmul, shape.copy", ANY, matrices.offer_windows, matrices.run_windows,
+        "dgrad if the windows of its result do not overlap and cover it; adds only a bias"),
+    Row("shape.copy, folded", ANY, restated.offer_folded, _restated(restated.folded),
+        "strides, from pixels of less than 16 bytes, as a convolution of stride 1 by this table, in which each s x s "
+        "pixels are one; adds bias, embedding and addend, in dgrad only an addend; declines if conv2d is estimated to "
+        "take less time without copies"),
     Row("matmul, exact", SM90, _without_statistics(matrices.offer_pixels), matrices.run_pixels,
         "1x1 fprop of float32; writes no statistics: without them the norm takes one pass, which is a little faster"),
     Row("conv2d, exact", SM90, _without_statistics(portable.offer), portable.run,
         "fprop of float32; writes no statistics, for the same reason"),
     Row("matmul", ANY, matrices.offer_pixels, matrices.run_pixels,
         "1x1 of stride 1 and one source, by the table of linear layers; not if conv2d writes the wanted statistics"),
-    Row("matmul, shape.copy", ANY, matrices.offer_windows, matrices.run_windows,
-        "dgrad if the windows of its result do not overlap and cover it; adds only a bias"),
+    Row("shape.fit, channels, sm90", SM90, restated.offer_channels(portable.microseconds, windows_sm90.otherwise),
+        _restated(restated.whole_channels),
+        "16-bit images of other channels than multiples of 8, as a convolution by this table with channels of zeros; "
+        "adds bias, embedding and addend; not with two sources or an upsampled input; declines where conv2d is "
+        "estimated to take less time without copies"),
+    Row("shape.fit, channels", ANY, restated.offer_channels(portable.microseconds, portable.microseconds),
+        _restated(restated.whole_channels),
+        "the same, where conv2d is estimated to gain more by aligned pixels than the copies take"),
     Row("conv2d", ANY, portable.offer, portable.run,
         "all; adds bias, embedding and addend; takes two sources and an upsampled input; fprop writes statistics "
         "unless ReLU follows, dgrad does a norm's backward if nothing is added, both only if each warp's rows are of "

@@ -70,7 +70,7 @@ def offer(p: Problem) -> Offer | None:
     if not _supports(p):
         return None
     parts = parts_of(p)
-    if sum(_estimate(p, part) for part in parts) + _left(p) >= _otherwise(p):
+    if sum(_estimate(p, part) for part in parts) + _left(p) >= otherwise(p):
         return None
     plans = [(part, plan(*_product(p, part))) for part in parts]
     return Offer(p.wanted & (EPILOGUE | {Fusion.SECOND_SOURCE}), plans)
@@ -135,7 +135,7 @@ def _left(p: Problem) -> float:
     return total
 
 
-def _otherwise(p: Problem) -> float:
+def otherwise(p: Problem) -> float:
     """Estimated microseconds of conv2d_sm90, or of conv2d where conv2d_sm90 does not serve the problem."""
     found = sm90.offer(p)
     if found is None:

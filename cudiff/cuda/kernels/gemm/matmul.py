@@ -52,6 +52,15 @@ def multiply(a: Array, b: Array, out: Array, transpose_a: bool = False, transpos
     plan.run(problem_of(a.dtype, size, terms, a_vec and b_vec), launch_as, [out] if addend is out else [])
 
 
+def linear_microseconds(p: Problem) -> float:
+    """`microseconds` of a linear layer's product, for a weight that starts at a multiple of 16 bytes."""
+    rows, (k, _, _, c) = p.x.size // p.x.shape[-1], p.weight.shape
+    size = {FPROP: (rows, k, c, 1), DGRAD: (rows, c, k, 1)}.get(p.direction, (k, c, rows, 1))
+    adjacent = (c, c) if p.direction == FPROP else (k, c)
+    aligned = [length * p.x.dtype.itemsize % 16 == 0 for length in adjacent]
+    return 3.5 + estimate(p.x.dtype, size, p.products, *aligned)
+
+
 def offer(p: Problem) -> Offer:
     """Takes the epilogue's additions. A second source is left to a product of its own."""
     return Offer(p.wanted & EPILOGUE)
@@ -71,7 +80,7 @@ def run(given: Operands, offer: Offer, p: Problem) -> None:
 
 def microseconds(p: Product) -> float:
     """Estimated microseconds: a launch, and the product."""
-    return 3.5 + estimate(p.a.dtype, p.size, p.products, p.a.aligned and p.b.aligned)
+    return 3.5 + estimate(p.a.dtype, p.size, p.products, p.a.aligned, p.b.aligned)
 
 
 def offer_product(p: Product) -> Offer:

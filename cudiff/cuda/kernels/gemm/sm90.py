@@ -83,6 +83,11 @@ def _product(p: Problem) -> tuple[int, int, int, bool]:
     return (rows, inputs, outputs, True) if p.direction == DGRAD else (rows, outputs, inputs, True)
 
 
+def linear_microseconds(p: Problem) -> float:
+    """Estimated microseconds of a linear layer; infinity where `offer` never serves it."""
+    return plan.estimate(*_product(p)) if _supports(p) else np.inf
+
+
 def _time_as_convolution(p: Problem) -> float:
     """Estimated microseconds of the table's next row; infinity where that does not serve the problem."""
     if p.direction == WGRAD:

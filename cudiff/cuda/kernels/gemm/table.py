@@ -8,7 +8,7 @@ import math
 
 from cudiff.backend import Array
 from cudiff.cuda.deferred import immediate
-from cudiff.cuda.kernels.convolution import sm90, wgrad_sm90
+from cudiff.cuda.kernels.convolution import restated, sm90, wgrad_sm90
 from cudiff.cuda.kernels.convolution.problem import (
     AFTERWARDS,
     DGRAD,
@@ -29,7 +29,7 @@ from cudiff.cuda.kernels.gemm import sm90 as gemm_sm90
 from cudiff.cuda.kernels.gemm.problem import Product, matrix_of
 from cudiff.cuda.kernels.gemm.product import Epilogue, products
 from cudiff.cuda.kernels.gemm.whole import offer_copies, whole
-from cudiff.cuda.kernels.shape import move
+from cudiff.cuda.kernels.shape import fit
 from cudiff.cuda.launch import empty
 from cudiff.cuda.select import ANY, SM90, Offer, Row, Table
 from cudiff.statistics import ChannelStatistics
@@ -43,13 +43,17 @@ def _as_convolution(given: Operands, offer: Offer, p: Problem) -> None:
     (wgrad_sm90 if p.direction == WGRAD else sm90).run(images, offer, p)
 
 
+def _run_channels(given: Operands, offer: Offer, p: Problem) -> None:
+    restated.whole_channels(given, p).run(lambda given: linear(p.direction, given))
+
+
 def _run_copies(a: Array, b: Array, out: Array, offer: Offer, p: Product) -> None:
-    again, (_, rows, columns) = offer.plan, out.shape
+    again = offer.plan
     result = whole(out, p.out, again.out, read=p.add)
     with immediate():  # the result is read here
         matmul(whole(a, p.a, again.a), whole(b, p.b, again.b), p.transpose_a, p.transpose_b, result, p.add)
     if result is not out:
-        move(out, result[:, :rows, :columns])
+        fit(out, result)
 
 
 LINEAR = Table(
@@ -64,6 +68,13 @@ LINEAR = Table(
         "16 bits, the first of whole 64 channels"),
     Row("conv2d_wgrad_sm90, conv2d_wgrad_tf32_sm90", SM90, wgrad_sm90.offer, _as_convolution,
         "weight gradient of the same, of any number of channels"),
+    Row("shape.fit, channels, gemm_sm90", SM90,
+        restated.offer_channels(portable.linear_microseconds, gemm_sm90.linear_microseconds), _run_channels,
+        "16 bits, other channels than multiples of 8, by this table with channels of zeros; adds a bias and an addend; "
+        "declines where matmul is estimated to take less time without copies"),
+    Row("shape.fit, channels", ANY,
+        restated.offer_channels(portable.linear_microseconds, portable.linear_microseconds), _run_channels,
+        "the same, where matmul is estimated to gain more by aligned rows than the copies take"),
     Row("matmul", ANY, portable.offer, portable.run, "all; two sources by a launch for each"),
 )
 
@@ -71,10 +82,10 @@ MATMUL = Table(
     "products of matrices",
     Row("gemm_sm90", SM90, gemm_sm90.offer_product, gemm_sm90.run_product,
         "16 bits, rows at multiples of 16 bytes; float32 results of 8 n rows and columns too"),
-    Row("shape.copy, gemm_sm90", SM90, offer_copies(gemm_sm90.microseconds), _run_copies,
+    Row("shape.fit, gemm_sm90", SM90, offer_copies(gemm_sm90.microseconds), _run_copies,
         "16 bits, rows elsewhere, by copies whose lengths are multiples of 8; declines if matmul is estimated to take "
         "less time without copies"),
-    Row("shape.copy, matmul", ANY, offer_copies(portable.microseconds), _run_copies,
+    Row("shape.fit, matmul", ANY, offer_copies(portable.microseconds), _run_copies,
         "16 bits, by such copies, where they are estimated to take less time than loads of single elements"),
     Row("matmul", ANY, portable.offer_product, portable.run_product, "all"),
 )

@@ -6,12 +6,13 @@ rounded up to multiples of 8, with zeros: those along the depth add nothing, and
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from cudiff.backend import Array, float32, is_low
 from cudiff.cuda.kernels.gemm.matmul import microseconds
 from cudiff.cuda.kernels.gemm.problem import Matrix, Product
-from cudiff.cuda.kernels.shape import move_microseconds, padded, padded_microseconds
+from cudiff.cuda.kernels.shape import fit_microseconds, fitted
 from cudiff.cuda.launch import blocks, empty
 from cudiff.cuda.select import Offer
 
@@ -36,13 +37,14 @@ def offer_copies(estimate: Callable[[Product], float]) -> Callable[[Product], Of
     """The `offer` of a row for 16-bit products, whose plan is the product of the copies. estimate: microseconds of that
     by the kernel that runs it. It declines unless these and the copies take less time than matmul.cu without them."""
     def offer(p: Product) -> Offer | None:
-        if not is_low(p.a.dtype) or min(p.size) == 0:
-            return None
         again = whole_product(p)
-        read = [own for own, other in ((p.a, again.a), (p.b, again.b), (p.out, again.out)) if own != other]
-        copies = sum(padded_microseconds(own.shape, own.dtype) for own in read if own is not p.out or p.add)
-        if p.out != again.out:
-            copies += move_microseconds(p.out.shape, p.out.dtype)
+        largest = max(math.prod(matrix.shape) for matrix in (again.a, again.b, again.out))
+        # A tile has 64 rows or more: of fewer, matmul.cu loads each element of b once, as a copy would.
+        if not is_low(p.a.dtype) or min(p.out.shape[1:]) <= 64 or 0 in p.size or largest >= 2**31:
+            return None
+        copied = [own for own, other in ((p.a, again.a), (p.b, again.b), (p.out, again.out)) if own != other]
+        copied += [p.out] if p.add and p.out in copied else []
+        copies = sum(fit_microseconds(own.shape, own.dtype) for own in copied)
         return Offer(plan=again) if copies > 0 and copies + estimate(again) < microseconds(p) else None
 
     return offer
@@ -54,4 +56,4 @@ def whole(matrix: Array, own: Matrix, other: Matrix, read: bool = True) -> Array
         return matrix
     if not read:
         return empty(other.shape, other.dtype)
-    return padded(matrix, [(0, more - length) for length, more in zip(own.shape, other.shape, strict=True)])
+    return fitted(matrix, other.shape)
