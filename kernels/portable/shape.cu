@@ -34,22 +34,33 @@ template <typename V> __device__ __forceinline__ Pack<V> plus(Pack<V> a, Pack<V>
     return a;
 }
 
+constexpr int AT_ONCE = 4;  // units that a thread reads before it writes: one of 2 bytes alone leaves the memory idle
 template <bool ACCUMULATE, typename Unit>
 __device__ __forceinline__ void move(Unit* out, const Unit* x, u32 n, const Views& views) {
-    for (u64 unit = (u64)blockIdx.x * blockDim.x + threadIdx.x; unit < n; unit += (u64)gridDim.x * blockDim.x) {
-        u32 i = (u32)unit;
-        i64 to = 0, from = 0;
+    u64 threads = (u64)gridDim.x * blockDim.x;
+    for (u64 first = (u64)blockIdx.x * blockDim.x + threadIdx.x; first < n; first += AT_ONCE * threads) {
+        Unit units[AT_ONCE];
+        i64 to[AT_ONCE];
 #pragma unroll
-        for (int d = 5; d >= 0; d--) {
-            if (d < views.dims) {
-                u32 rest = d ? i / (u32)views.sizes[d] : 0, k = i - rest * (u32)views.sizes[d];
-                to += k * views.out[d];
-                from += k * views.x[d];
-                i = rest;
+        for (int u = 0; u < AT_ONCE; u++) {
+            if (first + u * threads >= n) break;
+            u32 i = (u32)(first + u * threads);
+            i64 from = to[u] = 0;
+#pragma unroll
+            for (int d = 5; d >= 0; d--) {
+                if (d < views.dims) {
+                    u32 rest = d ? i / (u32)views.sizes[d] : 0, k = i - rest * (u32)views.sizes[d];
+                    to[u] += k * views.out[d];
+                    from += k * views.x[d];
+                    i = rest;
+                }
             }
+            if constexpr (ACCUMULATE) units[u] = plus(out[to[u]], x[from]);
+            else units[u] = x[from];
         }
-        if constexpr (ACCUMULATE) out[to] = plus(out[to], x[from]);
-        else out[to] = x[from];
+#pragma unroll
+        for (int u = 0; u < AT_ONCE; u++)
+            if (first + u * threads < n) out[to[u]] = units[u];
     }
 }
 
@@ -117,13 +128,23 @@ struct Parts { const void* parts[16]; u32 first[17]; int count; };
 template <typename Unit>
 __device__ __forceinline__ void join_parts(Unit* out, u32 rows, u32 pitch, u32 start, const Parts& parts) {
     u32 width = parts.first[parts.count], units = rows * width;
-    for (u64 unit = (u64)blockIdx.x * blockDim.x + threadIdx.x; unit < units; unit += (u64)gridDim.x * blockDim.x) {
-        u32 row = (u32)unit / width, column = (u32)unit - row * width;
-        int i = 0;
-        while (column >= parts.first[i + 1]) i++;
-        column -= parts.first[i];
-        const Unit* part = static_cast<const Unit*>(parts.parts[i]);
-        out[(i64)row * pitch + start + parts.first[i] + column] = part[(i64)row * (parts.first[i + 1] - parts.first[i]) + column];
+    u64 threads = (u64)gridDim.x * blockDim.x;
+    for (u64 first = (u64)blockIdx.x * blockDim.x + threadIdx.x; first < units; first += AT_ONCE * threads) {
+        Unit values[AT_ONCE];
+        i64 to[AT_ONCE];
+#pragma unroll
+        for (int u = 0; u < AT_ONCE; u++) {
+            if (first + u * threads >= units) break;
+            u32 unit = (u32)(first + u * threads), row = unit / width, column = unit - row * width;
+            int i = 0;
+            while (column >= parts.first[i + 1]) i++;
+            to[u] = (i64)row * pitch + start + column;
+            column -= parts.first[i];
+            values[u] = static_cast<const Unit*>(parts.parts[i])[(i64)row * (parts.first[i + 1] - parts.first[i]) + column];
+        }
+#pragma unroll
+        for (int u = 0; u < AT_ONCE; u++)
+            if (first + u * threads < units) out[to[u]] = values[u];
     }
 }
 extern "C" __global__ void join(T* out, u32 rows, u32 pitch, u32 start, const __grid_constant__ Parts parts) {
@@ -189,10 +210,12 @@ extern "C" __global__ void one_hot(T* out, const int* labels, i64 n, int count, 
 }
 template <typename Unit>
 __device__ __forceinline__ void take_planes(
-    const Unit* x, const int* index, Unit* out, int along, i64 lead, i64 rows, i64 width, i64 count
+    const Unit* __restrict__ x, const int* __restrict__ index, Unit* __restrict__ out, int along, i64 lead, i64 rows, i64 width,
+    i64 count
 ) {
     i64 n = lead * count * width;
     bool small = n <= 0xffffffffll;
+#pragma unroll 4
     for (i64 e = (i64)blockIdx.x * blockDim.x + threadIdx.x; e < n; e += (i64)gridDim.x * blockDim.x) {
         i64 k = width == 1 ? e : small ? (u32)e / (u32)width : e / width, l = small ? (u32)k / (u32)count : k / count;
         i64 row = wrap(index[along ? e : k - l * count], rows);
@@ -229,11 +252,11 @@ struct Listing { Entry entries[LISTED]; u32 matches[32]; }; // of each 32 entrie
 // first row, at most 0. size: the block's elements.
 template <int EACH, typename V>
 __device__ __forceinline__ void add_listed(V (&totals)[EACH], const Entry* entries, int n, const T* dout, i64 start, i64 width, int size) {
-    constexpr int AT_ONCE = 16 / EACH;
-    for (int i = 0; i < n; i += AT_ONCE) {
-        V values[AT_ONCE][EACH];
+    constexpr int ROWS = 16 / EACH;
+    for (int i = 0; i < n; i += ROWS) {
+        V values[ROWS][EACH];
 #pragma unroll
-        for (int u = 0; u < AT_ONCE; u++) {
+        for (int u = 0; u < ROWS; u++) {
             Entry entry = entries[min(i + u, n - 1)];
             i64 of_row = start + entry.row * width;
             int from = i + u < n ? (int)max(of_row, 0ll) : size, to = (int)min(of_row + width, (i64)size);
@@ -245,7 +268,7 @@ __device__ __forceinline__ void add_listed(V (&totals)[EACH], const Entry* entri
             }
         }
 #pragma unroll
-        for (int u = 0; u < AT_ONCE; u++)
+        for (int u = 0; u < ROWS; u++)
 #pragma unroll
             for (int k = 0; k < EACH; k++) totals[k] += values[u][k];
     }
@@ -378,7 +401,7 @@ extern "C" __global__ void sum_runs(
 // one warp; where these are fewer than the warps, several read the same, each for every share-th row. No two warps have one
 // element, and a warp adds entries of one element in their order, so that no atomics are needed.
 // dx: T, or where the index is in gridDim.y parts each one's sums, Total, which sum_parts adds. Launch: grid (number of tiles,
-// parts), a multiple of 32 threads.
+// parts), a multiple of 32 threads, at most 256.
 constexpr int TILE = 32768, READ = 4;
 extern "C" __global__ void axis_sums(
     const T* dout, const int* index, void* dx, int accumulate, int along, i64 lead, i64 rows, i64 width, i64 count, int leads,

@@ -259,7 +259,10 @@ def axis_sums(dout: Array, index: Array, dx: Array, accumulate: bool, axis: int,
     else:
         wide = min(width, max(sector, most // size // sector * sector))
         leads, tall = 1, min(size, most // wide)
-    grid = blocks(lead, leads) * blocks(size, tall) * blocks(width, wide)
+    columns = blocks(lead, leads) * blocks(width, wide)
+    if leads * wide * count <= 4096:  # a short index is read by more tiles rather than in parts
+        tall = min(tall, max(64, blocks(size, max(1, 264 // columns))))
+    grid = columns * blocks(size, tall)
     parts = max(1, min(leads * wide * count // 4096, 264 // grid))
     out = empty((parts, dx.size), total) if parts > 1 else dx
     args = (dout, index, out, accumulate, along, *map(np.int64, (*sizes, count)), leads, tall, wide)
@@ -300,7 +303,7 @@ def _shares(size: int, count: int) -> tuple[int, int, int]:
     more elements the more there are. Parts are of 1,024 entries at least, and of so many that two blocks run on each
     multiprocessor of an H200.
     """
-    if count <= 1024:
+    if count <= 1024 and size <= 1 << 21:
         return blocks(size, 512), 1, 128
     grid = blocks(size, 256 if size <= 1 << 17 else 1024 if size <= 1 << 21 else 4096)
     return grid, max(1, min(blocks(count, 1024), 264 // grid)), 256
