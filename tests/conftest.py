@@ -15,6 +15,14 @@ from tests import emulator
 from tests.guards import Guards
 from tests.host import forget, pretend
 
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config):
+    """Of several processes one without tests takes some of another's: many that compile kernels follow each other."""
+    if getattr(config.option, "numprocesses", None) and config.option.dist == "no":
+        config.option.dist = "worksteal"
+
+
 EMULATED = emulator.begin() if os.environ.get("CUDIFF_EMULATE") == "1" else None
 """Stands for CuPy in all tests, if set: those marked `gpu` run on the CPU."""
 

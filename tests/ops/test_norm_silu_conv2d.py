@@ -191,8 +191,8 @@ def test_an_attention_block_between_norms(device, rng):
 @pytest.mark.parametrize("portable", [False, True])
 @pytest.mark.parametrize("dtype, tf32", [(bfloat16, False), (np.dtype("float32"), True), (np.dtype("float32"), False)])
 def test_a_convolution_leaves_each_images_sums(monkeypatch, rng, dtype, tf32, portable, kernel, channels, image):
-    """But where a tile holds rows of two images, and in float32 on Hopper; a linear layer's gradient is in its weight's
-    shape.
+    """But where a tile holds rows of two images, in float32 on Hopper, and where the result is of copies with channels
+    of zeros, as 3x3 taps of 20 channels of 16 bits; a linear layer's gradient is in its weight's shape.
 
     TMA reads 64 channels, and 20 of float32, but not 20 of 16 bits, for which conv2d.cu is taken on every GPU.
     """
@@ -210,7 +210,8 @@ def test_a_convolution_leaves_each_images_sums(monkeypatch, rng, dtype, tf32, po
     on_hopper = current_target().architecture == "sm_90a"
     by_tma = on_hopper and (tf32 or (dtype == bfloat16 and channels == 64))
     exact = dtype != bfloat16 and not tf32
-    if (image == (5, 7) and not by_tma) or (exact and on_hopper):
+    copied = dtype == bfloat16 and channels == 20 and kernel == (3, 3)
+    if (image == (5, 7) and not by_tma) or (exact and on_hopper) or copied:
         assert out.statistics is None
         return
     assert out.statistics.sums.shape[-1] == (2 if dtype == bfloat16 else 4)
