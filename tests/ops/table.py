@@ -239,8 +239,13 @@ def _attention_case(n: Numbers) -> Case:
     heads, dim, queries, keys = n.size(1, 2, 3), n.size(1, 8, 16, 40), n.size(1, 7, 65), n.size(1, 5, 64, 65)
     arrays = tuple(n.values(2, t, heads, dim) for t in (queries, keys, keys))
     mask = None if n.size(0, 1) else np.tri(queries, keys, dtype=bool)
-    return Case(lambda q, k, v: ops.attention(q, k, v, mask if mask is None else Tensor(mask, device=q.device)), arrays,
-                lambda *qkv: _attention(*qkv, True if mask is None else mask), terms=keys + dim + queries, steps=2)
+
+    def run(*qkv: Any) -> Tensor:
+        device = next(x.device for x in qkv if isinstance(x, Tensor))
+        return ops.attention(*qkv, None if mask is None else Tensor(mask, device=device))
+
+    return Case(run, arrays, lambda *qkv: _attention(*qkv, True if mask is None else mask),
+                terms=keys + dim + queries, steps=2)
 
 
 @row("attention_qkv", UP_TO_ONE)
