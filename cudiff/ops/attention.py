@@ -1,4 +1,4 @@
-"""Multi-head attention that never holds the matrix of all pairs of tokens in GPU memory."""
+"""Multi-head attention, whose kernels never hold the matrix of all pairs of tokens in GPU memory."""
 
 from __future__ import annotations
 
