@@ -12,7 +12,7 @@ from cudiff.cuda import device as devices
 from cudiff.cuda.accumulate import add_into
 from cudiff.cuda.compiler import kernel_folder
 from cudiff.cuda.graph import capture
-from cudiff.cuda.launch import formats, pack, padded_shared
+from cudiff.cuda.launch import as_float32, formats, pack, padded_shared
 from cudiff.errors import CudiffError
 from cudiff.tensor import Tensor
 from tests.compile_kernels import compile_source
@@ -32,6 +32,11 @@ def test_an_argument_is_packed_as_its_c_type(value, dtype):
     packed = packed_as([value])
     assert len(packed) == 8
     assert np.frombuffer(packed, dtype, 1)[0] == (value or 0)
+
+
+def test_floats_that_float32_does_not_hold_are_infinite():
+    found = as_float32([1e40, -1e40, 0.5, 1 << 40, np.float64(1e40)])
+    assert found == [np.inf, -np.inf, 0.5, 1 << 40, 1e40]
 
 
 @pytest.mark.parametrize("capability, driver, portable, architecture", [

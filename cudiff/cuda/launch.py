@@ -92,6 +92,11 @@ def pack(args: Sequence[Any]) -> tuple[list[Kind], list[Any]]:
     return kinds, values
 
 
+def as_float32(values: Sequence[Any]) -> list[Any]:
+    """The values of `pack`, in which Python floats beyond float32's are infinite: `struct` refuses them."""
+    return [ctypes.c_float(value).value if type(value) is float else value for value in values]
+
+
 def formats(kinds: Sequence[Kind]) -> list[str]:
     """The `struct` format of an argument of each of these kinds."""
     return [f"{kind}s{-kind % 8}x" if type(kind) is int else _PACKED.get(kind, "Q") for kind in kinds]
@@ -136,6 +141,8 @@ class Kernel:
         layout, addresses = buffers.layouts.get((self, *kinds)) or buffers.layout(self, kinds)
         try:
             layout.pack_into(buffers.arguments, 0, *values)
+        except OverflowError:
+            layout.pack_into(buffers.arguments, 0, *as_float32(values))
         except struct.error:
             raise self.signature.out_of_range(values) from None
         shape = self._shapes.get((grid, block, shared_mem))

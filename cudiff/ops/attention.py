@@ -1,4 +1,4 @@
-"""Multi-head attention that never holds the matrix of all pairs of tokens in GPU memory."""
+"""Multi-head attention, whose kernels never hold the matrix of all pairs of tokens in GPU memory."""
 
 from __future__ import annotations
 
@@ -179,9 +179,10 @@ def _mask(mask: Any, device: str, pairs: tuple[int, int, int, int]) -> Tensor | 
     """The mask as a tensor. pairs: what it broadcasts to, (N, heads, Tq, Tk)."""
     if mask is None:
         return None
-    mask = mask if isinstance(mask, Tensor) else Tensor(mask, device=device)
-    if mask.dtype != bool:
+    mask = mask if hasattr(mask, "dtype") else np.asarray(mask)
+    if mask.dtype != bool:  # of NumPy's float64 too, which a GPU does not take
         raise TypeError(f"attention: the mask is bool, True where a query sees a key, not {mask.dtype}")
+    mask = mask if isinstance(mask, Tensor) else Tensor(mask, device=device)
     if mask.ndim > 4 or any(have not in (1, want) for have, want in zip(mask.shape[::-1], pairs[::-1], strict=False)):
         raise ValueError(f"attention: the mask of shape {mask.shape} does not broadcast to (N, heads, Tq, Tk) {pairs}")
     return mask

@@ -225,6 +225,15 @@ def test_power_as_in_torch():
     np.testing.assert_allclose(c.grad, d.grad.numpy(), rtol=1e-14)
 
 
+@pytest.mark.gpu
+def test_numbers_that_float32_does_not_hold_are_infinite():
+    x = Tensor(np.float32([1, -2]), device="cuda")
+    assert (x * 1e40).numpy().tolist() == [np.inf, -np.inf]
+    assert (x < 1e40).numpy().tolist() == (x > -(10**39)).numpy().tolist() == [True, True]
+    assert cudiff.clip(x, -1e40, 1e40).numpy().tolist() == [1, -2]
+    assert cudiff.huber(x, x + 3, delta=1e40).item() == 4.5
+
+
 @pytest.mark.parametrize("name, a, b, expected", [
     ("divide", 1e25, 1e20, (1e-20, -1e-15)), ("divide", 1e-25, 1e-24, (1e24, -1e23)),
     ("arctan2", 1e-25, 1e-25, (5e24, -5e24)), ("arctan2", 3e25, 4e25, (1.6e-26, -1.2e-26)),

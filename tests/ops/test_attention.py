@@ -263,6 +263,8 @@ def test_bad_masks(device, rng):
     q, k, v = (Tensor(rng.standard_normal((2, t, 2, 8)), dtype=np.float32, device=device) for t in (5, 7, 7))
     with pytest.raises(TypeError, match="the mask is bool"):
         attention(q, k, v, np.zeros((5, 7), np.float32))
+    with pytest.raises(TypeError, match="the mask is bool, True where a query sees a key, not float64"):
+        attention(q, k, v, np.tri(5, 7))
     for shape in ((7, 5), (3, 1, 5, 7), (1, 1, 1, 5, 7)):
         with pytest.raises(ValueError, match=r"does not broadcast to \(N, heads, Tq, Tk\) \(2, 2, 5, 7\)"):
             attention(q, k, v, np.zeros(shape, bool))
