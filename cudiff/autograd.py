@@ -227,7 +227,7 @@ def _run_backward(node: Node, gradients: list[_Gradient], targets: list[Tensor |
     else:
         arrays = [_array_to_add_to(slot) for slot in into]
         results = node.function.backward_numpy(node.ctx, *douts, needs=node.needs, into=arrays)
-    results = fitting_gradients(node, results, type(first), device)
+    results = fitting_gradients(node, results, type(first), device, queue.before_read)
     terms: list[tuple[int, Tensor | _Gradient]] = []
     for i, (result, target, slot) in enumerate(zip(results, targets, into, strict=True)):
         if result is None or target is None:

@@ -224,8 +224,9 @@ def nodes_below(root: Node, since: int = -1) -> list[Node]:
     return [found[index] for index in sorted(found, reverse=True)]
 
 
-def fitting_gradients(node: Node, results: Any, kind: type, device: str) -> tuple:
+def fitting_gradients(node: Node, results: Any, kind: type, device: str, before_read: Callable[[Array], None]) -> tuple:
     """What a backward returned, checked and cast as `Function` says. kind: the usual type of arrays on `device`.
+    before_read(array): called before an array's numbers are read, which a deferred launch may not have written yet.
 
     Raises TypeError or ValueError as `Function` says.
     """
@@ -260,7 +261,10 @@ def fitting_gradients(node: Node, results: Any, kind: type, device: str) -> tupl
             )
         source = node.inputs[i]
         as_is = device == "cpu" or not isinstance(source, tuple) or source[0].function.takes_wide
-        results = *results[:i], result.astype(compute_dtype(dtype) if as_is else dtype, copy=False), *results[i + 1 :]
+        wanted = compute_dtype(dtype) if as_is else dtype
+        if result.dtype != wanted:
+            before_read(result)
+            results = *results[:i], result.astype(wanted), *results[i + 1 :]
     return results
 
 

@@ -10,6 +10,7 @@ import pytest
 from cudiff import autograd
 from cudiff.cuda.deferred import LaunchType, batched, deferred, enqueue
 from cudiff.function import Function
+from cudiff.ops.matmul import linear
 from cudiff.tensor import Tensor
 
 
@@ -208,3 +209,35 @@ def test_what_is_read_later_is_read_before_a_users_backward_writes_to_it(monkeyp
     x, y = (Tensor(np.ones(2, np.float32), requires_grad=True) for _ in range(2))
     (Residual.apply(x * 1.0, Doubling.apply(y)) * 3.0).backward(np.ones(2, np.float32))
     assert found == [[3, 3]] and x.grad.tolist() == [3, 3] and y.grad.tolist() == [6, 6]
+
+
+def test_a_gradient_is_written_before_it_is_cast(monkeypatch):
+    pending = np.zeros(2)
+
+    class Wide(Doubling):
+        @staticmethod
+        def backward_numpy(ctx, dout, needs, into):
+            return (pending,)
+
+    class Late(Reader):
+        def before_read(self, array):
+            if array is pending:
+                array.fill(2)
+
+    monkeypatch.setattr(autograd, "deferred", lambda: contextlib.nullcontext(Late()))
+    x = Tensor(np.ones(2, np.float32), requires_grad=True)
+    Wide.apply(x).backward(np.ones(2, np.float32))
+    assert x.grad.dtype == np.float32 and x.grad.tolist() == [2, 2]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_parts_of_low_weights_have_gradients(device, rng, dtype):
+    """A weight's gradient is of float32, deferred, and cast for the slice."""
+    shapes = (3, 8), (10, 8), (10,), (3, 5)
+    x, weight, bias, dout = (Tensor(rng.standard_normal(shape), i in (1, 2), dtype, device)
+                             for i, shape in enumerate(shapes))
+    linear(x, weight[5:], bias[5:]).backward(dout)
+    wide_x, wide_dout = x.numpy().astype(float), dout.numpy().astype(float)
+    for leaf, part in (weight, wide_dout.T @ wide_x), (bias, wide_dout.sum(0)):
+        expected = np.concatenate([np.zeros_like(part), part])
+        np.testing.assert_allclose(Tensor(leaf.grad).numpy().astype(float), expected, rtol=1e-2, atol=1e-2)

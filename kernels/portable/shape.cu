@@ -479,7 +479,7 @@ extern "C" __global__ void axis_sums(
 extern "C" __global__ void last(const int* index, int* out, i64 rows, i64 count) {
     wait_for_previous();
     for (i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x; i < count; i += (i64)gridDim.x * blockDim.x) {
-        i64 row = wrap(index[i], rows);
+        int row = index[i];
         if (row >= 0 && row < rows) atomicMax(&out[row], (int)i + 1);
     }
 }

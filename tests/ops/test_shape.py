@@ -257,3 +257,11 @@ def test_too_many_elements_to_fit(host_of):
     host = host_of(True)
     with pytest.raises(ValueError, match=r"fewer than 2\*\*31 elements"):
         shape_kernels.fitted(host.zeros((1, 2, 3), np.float16), (1, 2**16, 2**15))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int16", "uint32", "uint64"])
+def test_integers_that_kernels_do_not_move_are_told(host_of, dtype):
+    x = Tensor(host_of(True).zeros((4, 6), np.dtype(dtype)))
+    for op in (lambda: x[:, ::2], lambda: x.T, lambda: x[:, :0:-1]):
+        with pytest.raises(TypeError, match=rf"not {dtype}: convert it on the CPU first"):
+            op()

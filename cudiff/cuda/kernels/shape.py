@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from cudiff.backend import Array, array_module, bfloat16, float16, float32, int32, int64, is_capturing, is_float
+from cudiff.backend import Array, array_module, float16, float32, int32, int64, is_capturing, is_float
 from cudiff.cuda.launch import address, blocks, empty, launch
 
 
@@ -89,8 +89,8 @@ def fit_microseconds(shape: Sequence[int], dtype: np.dtype) -> float:
 
 
 def _unit(array: Array) -> np.dtype:
-    """The dtype as which kernels move an array's elements."""
-    return array.dtype if array.dtype in (float32, bfloat16, float16) else _UNITS[array.itemsize]
+    """The dtype as which kernels move an array's elements. They refuse what is none of theirs, as int16."""
+    return np.dtype(np.uint8) if array.dtype == np.bool_ else array.dtype
 
 
 _MOST_PARTS = 16

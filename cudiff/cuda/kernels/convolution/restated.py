@@ -8,7 +8,8 @@ are put together again.
 zeros. Without these Hopper's kernels take none, and the portable ones load each element by itself.
 
 A convolution of stride s from a few channels is one of stride 1 from s² times as many: each s × s pixels become one. Of
-the input's gradient no tap falls between the pixels then, and a tile's columns are s² channels.
+the input's gradient no tap falls between the pixels then, and a tile's columns are s² channels. Where s does not divide
+the kernel's side the weight gets taps of zeros, and a pixel under one that is not finite makes NaN of the result.
 """
 
 from __future__ import annotations

@@ -43,6 +43,11 @@ def _as_convolution(given: Operands, offer: Offer, p: Problem) -> None:
     (wgrad_sm90 if p.direction == WGRAD else sm90).run(images, offer, p)
 
 
+def _offer_convolution(p: Problem) -> Offer | None:
+    """conv2d_sm90's, but for an embedding: its rows are of images, and all rows of the matrix become one image."""
+    return None if Fusion.EMB in p.wanted else sm90.offer(p)
+
+
 def _run_channels(given: Operands, offer: Offer, p: Problem) -> None:
     restated.whole_channels(given, p).run(lambda given: linear(p.direction, given))
 
@@ -63,15 +68,15 @@ LINEAR = Table(
         "of: add an addend; add a gated product; apply an activation and store its slope; multiply by a factor and "
         "write sums. May split the depth of a weight gradient; declines where the next rows are estimated to take less "
         "time"),
-    Row("conv2d_sm90", SM90, sm90.offer, _as_convolution,
-        "output and input gradient of 16 bits or tf32 where 8 divides the rows, as a convolution; two sources too of "
-        "16 bits, the first of whole 64 channels"),
+    Row("conv2d_sm90", SM90, _offer_convolution, _as_convolution,
+        "output and input gradient of 16 bits or tf32 where 8 divides the rows, as a convolution; no embedding; two "
+        "sources too of 16 bits, the first of whole 64 channels"),
     Row("conv2d_wgrad_sm90, conv2d_wgrad_tf32_sm90", SM90, wgrad_sm90.offer, _as_convolution,
         "weight gradient of the same, of any number of channels"),
     Row("shape.fit, channels, gemm_sm90", SM90,
         restated.offer_channels(portable.linear_microseconds, gemm_sm90.linear_microseconds), _run_channels,
-        "16 bits, other channels than multiples of 8, by this table with channels of zeros; adds a bias and an addend; "
-        "declines where matmul is estimated to take less time without copies"),
+        "16 bits, other channels than multiples of 8, by this table with channels of zeros; adds bias, embedding and "
+        "addend; declines where matmul is estimated to take less time without copies"),
     Row("shape.fit, channels", ANY,
         restated.offer_channels(portable.linear_microseconds, portable.linear_microseconds), _run_channels,
         "the same, where matmul is estimated to gain more by aligned rows than the copies take"),
