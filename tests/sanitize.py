@@ -138,6 +138,7 @@ def more() -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "layer norm of long rows", lambda: _back(ops.layer_norm(tensor(9, 10248), tensor(10248), tensor(10248)))
     yield "comparisons", _comparisons
     yield "integers", _integers
+    yield "rows of an index of int64", lambda: _back(tensor(3, 5)[Tensor([2, 0], dtype="int64", device="cuda")])
     yield "rows of a long index", lambda: _back(tensor(3, 700)[rng.integers(0, 3, 5000)])
     yield "columns of a long index", lambda: _back(tensor(3, 5, 2)[:, rng.integers(0, 5, 9000)])
     yield "columns of each row", lambda: _back(ops.take_along_axis(tensor(300, 40), rng.integers(0, 300, (7, 40)), 0))

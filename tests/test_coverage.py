@@ -31,6 +31,7 @@ UNARY |= {
     "sorted index": lambda x: ops.repeat(x, 1 << 11, 1).flatten()[np.zeros((1 << 21) + 1, int)],
     "at": lambda x: x.at[[0, 1]].set(1), "mask": lambda x: x[[True, False, True, True]],
     "transpose": ops.transpose, "pad": lambda x: ops.pad(x, 1), "embedding": lambda x: ops.embedding([0, 1], x),
+    "index of int64": lambda x: x[Tensor([0, 1], dtype="int64", device="cuda")],
     "dropout": lambda x: ops.dropout(x, 0.5, ops.Generator(0, "cuda"), 0),
     "cross_entropy": lambda x: ops.cross_entropy(x, [0, 1, 2, 3]),
     "slice": lambda x: x[1:, 2:] + x[1:, 2:] * x[:-1, 2:], "astype": lambda x: ops.astype(x, "float32"),

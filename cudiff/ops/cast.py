@@ -64,11 +64,11 @@ def as_wide(*operands: Any) -> tuple[Any, ...]:
     return tuple([x if x is None or x.dtype in (float32, float64) else astype(x, float32) for x in operands])
 
 
-def _cast_cuda(x: Array, dtype: np.dtype) -> Array:
+def _cast_cuda(x: Array, dtype: np.dtype, name: str = "cast") -> Array:
     if dtype not in CUDA_DTYPES:
         raise TypeError(f"a CUDA tensor is not converted to {dtype}: use one of {', '.join(map(str, CUDA_DTYPES))}")
     out = empty(x.shape, dtype)
-    name = "truth" if dtype.kind == "b" else "cast"
+    name = "truth" if dtype.kind == "b" else name
     launch("cast", name, blocks(x.size, 1024), 256, (x, out, np.int64(x.size)), FROM=x.dtype, TO=dtype)
     return out
 
@@ -104,6 +104,20 @@ class Cast(Function):
         return (dx,)
 
 
+class Index(Function):
+    """Row numbers as int32. Those beyond 32 bits become the nearest that is within, which no array has."""
+
+    differentiable = False
+
+    @staticmethod
+    def forward_numpy(ctx, x):
+        return np.clip(x, _INT32.min, _INT32.max).astype(int32)
+
+    @staticmethod
+    def forward_cuda(ctx, x):
+        return _cast_cuda(x, int32, "index")
+
+
 def astype(x: Any, dtype: Any) -> Tensor:
     """x in another dtype; x itself where it has it already. Floating to floating is differentiable."""
     x, dtype = as_tensor(x), np.dtype(dtype)
@@ -123,7 +137,9 @@ def as_index(name: str, index: Any, device: str) -> Tensor:
         raise IndexError(f"{name}: an index lies outside 32 bits: {array.min()} to {array.max()}")
     if not isinstance(index, Tensor):
         return Tensor(array.astype(int32), device=device)  # a copy: a caller may reuse its array before backward
-    return astype(index, int32) if array.dtype in CUDA_DTYPES else Tensor(array.astype(int32))
+    if array.dtype not in CUDA_DTYPES:
+        return Tensor(array.astype(int32))
+    return Index.apply(index) if array.dtype == int64 else astype(index, int32)
 
 
 _INT32 = np.iinfo(int32)

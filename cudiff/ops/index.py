@@ -143,8 +143,7 @@ def getitem(x: Any, index: Any) -> Tensor:
     Arrays may be lists, tensors, or NumPy's or CuPy's; they broadcast. A bool array selects the positions where it is
     true. Raises IndexError for an index out of range, a mask of another shape and too many indices, TypeError for any
     other index, and CudiffError for a mask within `capture`, because the result's size depends on its values. An index
-    array on a GPU is not checked: positions out of range give zeros and get no gradient. One alone
-    of int64 is read as int32: the low 32 bits of its numbers count.
+    array on a GPU is not checked: positions out of range give zeros and get no gradient.
     """
     x = as_tensor(x)
     items = parsed(x, index)

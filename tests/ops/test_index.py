@@ -68,6 +68,8 @@ def test_rows_out_of_range_are_zero_on_cuda():
     out.sum().backward()
     assert out.numpy().tolist() == [[1, 1], [0, 0], [0, 0]]
     assert Tensor(x.grad).numpy().tolist() == [[1, 1], [0, 0], [0, 0]]
+    beyond = Tensor(np.int64([2**32, -(2**32) + 1, 2**63 - 1, -1]), device="cuda")
+    assert x[beyond].numpy().tolist() == [[0, 0], [0, 0], [0, 0], [1, 1]]
 
 
 ADVANCED = [
