@@ -20,7 +20,8 @@ class Mask(NamedTuple):
     bits: Array
     states: Array
 
-    def __getitem__(self, images: slice) -> Mask:  # type: ignore[override]
+    def of(self, images: slice) -> Mask:
+        """That of some of the images."""
         return self if len(self.bits) == 1 else Mask(*(array[images] for array in self))
 
 

@@ -35,7 +35,7 @@ def forward(given: Forward) -> None:
     *arrays, mask = given
     if len(given.q) > MOST_ACROSS:
         for part in _parts(len(given.q)):
-            forward(Forward._make([*(array[part] for array in arrays), mask and mask[part]]))
+            forward(Forward._make([*(array[part] for array in arrays), mask and mask.of(part)]))
         return
     problem = _problem(given, arrays[2:], False)
     chosen = ATTENTION.select(problem)
@@ -48,7 +48,7 @@ def backward(given: Backward) -> None:
         *arrays, sums, mask = given._replace(sums=given.sums and functools.cache(given.sums))
         for part in _parts(len(given.q)):
             own = sums and functools.partial(_part_of, sums, part)
-            backward(Backward._make([*(array[part] for array in arrays), own, mask and mask[part]]))
+            backward(Backward._make([*(array[part] for array in arrays), own, mask and mask.of(part)]))
         return
     wanted = frozenset() if given.sums is None else frozenset({SUMS})
     problem = _problem(given, given[:7], True, wanted)  # all but out, lse, sums and mask
