@@ -373,8 +373,9 @@ def conv2d(x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: int | 
     Ho = (H + 2·padding − dilation·(R − 1) − 1) // stride + 1. stride, padding, dilation: a number, or a tuple for rows
     and columns. groups: an output channel depends only on the input channels of its group. Sums, dweight and dbias are
     float32 (float64 for float64); see `allow_tf32`. On a GPU what is not finite in one group may make others' results
-    NaN. Raises ValueError where shapes do not agree, for a stride or a dilation below 1, for a padding below 0, and on
-    a GPU for an image of more than 32,000 pixels a side that its fastest kernels do not take.
+    NaN, and with a stride what is not finite in a pixel those beside its windows. Raises ValueError where shapes do not
+    agree, for a stride or a dilation below 1, for a padding below 0, and on a GPU for an image of more than 32,000
+    pixels a side that its fastest kernels do not take.
     """
     return _conv2d("conv2d", x, weight, bias, stride, padding, dilation, groups)
 

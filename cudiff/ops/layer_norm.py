@@ -23,7 +23,7 @@ __all__ = ["layer_norm"]
 
 HELD = 40  # numbers of a row for each thread, at most
 LONGEST = 8 * 32 * HELD
-"""Channels of the longest rows that a block holds. Longer ones are read for their means, then in strips of columns."""
+"""Channels of the longest rows that a block holds. Longer ones are read for their means, then by tiles of columns."""
 AT_ONCE = {"normalize": (10, 6, 4, 3), "backward": (7, 5, 4, 3)}
 """How many blocks of four warps a multiprocessor has registers for where a thread holds up to 8, 16, 24 or more numbers
 of 16 bits."""
@@ -68,7 +68,7 @@ class LayerNorm(Function):
                    (y, mean, rstd, x, weight, bias, shared, tiles, channels, eps), **constants)
         elif rows:
             launch("layer_norm", "moments", rows, 1024, (mean, rstd, x, channels, eps), **constants)
-            launch("layer_norm", "columns", (groups * tiles, _strips(channels, constants)), 256,
+            launch("layer_norm", "columns", (groups * tiles, _column_tiles(channels, constants)), 256,
                    (y, mean, rstd, x, weight, bias, shared, tiles, channels), **constants)
         ctx.save(x, weight, mean, rstd)
         return y
@@ -92,7 +92,7 @@ class LayerNorm(Function):
             if needs[0] and mean.size:
                 launch("layer_norm", "products", mean.size, 1024,
                        (means, dout, x, mean, rstd, weight, shared, channels), **constants)
-            launch("layer_norm", "backward_columns", (groups * tiles, _strips(channels, constants)), 256,
+            launch("layer_norm", "backward_columns", (groups * tiles, _column_tiles(channels, constants)), 256,
                    (*dx, *sums, dout, x, mean, rstd, means, weight, shared, tiles, channels), **constants)
         if groups:
             with batched():
@@ -114,7 +114,7 @@ def _tiles(x: Array, weight: Array, kernel: str) -> tuple[int, int, int]:
     if shared * groups > 2**31 - 2048:  # the kernels add up to that many in 32 bits
         raise ValueError(f"layer_norm on CUDA takes up to 2**31 - 2048 rows, not {shared * groups}: call it on parts")
     if x.shape[-1] > LONGEST:
-        at_once = 8 * multiprocessors() // max(1, groups * _strips(x.shape[-1], kernel_constants(x)))
+        at_once = 8 * multiprocessors() // max(1, groups * _column_tiles(x.shape[-1], kernel_constants(x)))
         return shared, groups, max(1, min(at_once, blocks(shared, 8)))
     (threads, rows), constants = _threads(x)  # where another array is not aligned, the launch has more PACKS
     held = constants["PACKS"] * (16 // x.itemsize if constants["VEC"] else 1)
@@ -139,8 +139,8 @@ def _cut(shared: int, groups: int, rows: int, at_once: int) -> int:
     return min(choices, key=time)
 
 
-def _strips(channels: int, constants: dict[str, Any]) -> int:
-    """Into how many strips of columns rows longer than LONGEST are divided."""
+def _column_tiles(channels: int, constants: dict[str, Any]) -> int:
+    """Into how many tiles of columns rows longer than LONGEST are divided."""
     return blocks(channels, 256 * (16 // constants["T"].itemsize if constants["VEC"] else 1))
 
 

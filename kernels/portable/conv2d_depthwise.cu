@@ -10,8 +10,8 @@
 //   addend   T like result, or null. May be `result` itself.
 //   parts    of wgrad: float (gridDim.z, C, R, S), overwritten. Each is the sum over `lines` rows of the images of dout.
 // Sums are in float, in a fixed order. A thread computes RUN results side by side, in wgrad of RUN pixels of dout, from values
-// of x that it loads once: RUN=4 where columns have stride and dilation 1, else RUN=1. VEC=1: C is a multiple of a pack, and images start at multiples of 16 bytes; the weight
-// need not.
+// of x that it loads once: RUN=4 where columns have stride and dilation 1, else RUN=1. VEC=1: C is a multiple of a pack, and
+// images start at multiples of 16 bytes; the weight need not.
 // Launch: block (lanes, columns), at most 256 threads; a lane is a pack of channels. gridDim.y = ceil(packs / lanes). gridDim.x
 // = the rows of all images of the result. In wgrad gridDim.x = R: a block has one row of taps, and those that read the same
 // lines run at the same time; gridDim.z = ceil(N * h / lines).

@@ -188,10 +188,10 @@ backward(T* dx, int add, float* bias_sums, float* weight_sums, const T* dy, cons
     }
 }
 
-// Rows that no block holds: first two means of each row, then all else in strips of columns, of which a thread has V. WARPS and
+// Rows that no block holds: first two means of each row, then all else by tiles of columns, of which a thread has V. WARPS and
 // PACKS do not matter.
-// moments, products: grid M, a multiple of 32 threads. columns, backward_columns: grid ((M / rows) * tiles, strips), 256 threads;
-// strips of 256 * V columns.
+// moments, products: grid M, a multiple of 32 threads. columns, backward_columns: grid ((M / rows) * tiles, column tiles), 256
+// threads; a column tile has 256 * V columns.
 extern "C" __global__ void __launch_bounds__(1024) moments(float* mean, float* rstd, const T* x, int C, float eps) {
     wait_for_previous();
     x += (i64)blockIdx.x * C;

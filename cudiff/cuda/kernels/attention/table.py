@@ -25,8 +25,9 @@ ATTENTION = Table(
     Row("attention_sm90.backward_q, backward_kv", SM90, sm90.offer_backward, sm90.backward,
         "backward of 16-bit heads of up to 128 channels whose rows start at multiples of 16 bytes; writes SUMS for "
         "heads of over 32 channels"),
-    Row("attention.forward", ANY, portable.offer_forward, portable.forward, "forward of all heads"),
-    Row("attention.backward_q, backward_kv", ANY, portable.offer_backward, portable.backward, "backward of all heads"),
+    Row("attention.forward", ANY, portable.offer_forward, portable.forward, "forward of heads of up to 128 channels"),
+    Row("attention.backward_q, backward_kv", ANY, portable.offer_backward, portable.backward,
+        "backward of heads of up to 128 channels"),
 )
 
 
