@@ -53,6 +53,12 @@
 //              are loaded once.
 //   Epilogue   The warpgroup adds, rounds and sums its results, and writes them to shared memory, from which TMA stores them.
 //              The addend is loaded to the same place during the products.
+//   STREAM_K   Tiles are cut along the depth (arXiv 2301.03598), so that each block has as many steps as any other. `together`
+//              neighbours have a tile each, of the same channels, and walk through the same weights, which are then read from
+//              memory once. They have what follows for the next `together` blocks: further steps, tiles, channels. A block that
+//              does not begin a tile leaves its sums in `parts`, and a tagged slot in `exchange`. The block that began the tile
+//              adds them, in the order of the blocks, and finishes the tile. They come by ring b, after the last weights. What it
+//              waits for is the first thing that other blocks do.
 //   Clusters   Where there are fewer tiles than multiprocessors, the CLUSTER blocks along the grid's z split the depth of a
 //              tile, and each has one iteration. A block multiplies its part of the steps. It sends each block the sums of
 //              the rows which that one finishes, SHARE = PIXELS / 8 / CLUSTER, and adds what it receives in the order of the
@@ -62,6 +68,9 @@
 //   Grid       (any number of blocks; ceil(K / 64); CLUSTER), in clusters (tiles of all images; ceil(K / 64); CLUSTER), with no
 //              more blocks to a cluster than steps. tiles = ceil(W / 8) · ceil(H / rows). 384 threads, of which the last 127
 //              only give their registers to the consumers.
+//              STREAM_K: a cooperative launch of no more blocks than there are multiprocessors, and steps of all tiles. `together`
+//              divides the blocks and the tiles.
+//   parts      STREAM_K: float4 (blocks, PIXELS / 8, 128).
 //   Maps       x {C, W, H, N}, box {CHUNK, 8 + S - 1, rows + R - 1, 1}; under UPSAMPLE {C, 2, W / 2, H / 2, N}, box
 //              {CHUNK, 2, (8 + S - 1) / 2 + before, 1, 1}.
 //              weight {C, R·S, K}, under DGRAD {K, R·S, C}, box {CHUNK, 1, 64}. skip_weight {D, 1, K}, the same box.
@@ -89,6 +98,7 @@ constexpr int SHARE = PIXELS / 8 / CLUSTER;  // rows of a tile that a block fini
 constexpr int CHUNK_BYTES = (SHARE > 1 ? SHARE : 2) * 8 * ROW_BYTES;  // stmatrix writes two rows
 constexpr int RESULT_BYTES = 64 / CHUNK * CHUNK_BYTES;
 typedef StatisticsOf<T>::Type Statistics;
+#include "stream_k.cuh"
 
 struct OutputTile {
     int n, h0, w0;
@@ -128,24 +138,52 @@ __device__ __forceinline__ void add_up(float (&acc)[PIXELS / 2], float4* exchang
     for (int row = 0; row < SHARE; row++) sum_terms(acc + 4 * row, exchange + row * 128, SHARE * 128);
 }
 
-// The output tiles of a block, and the steps of its part of the depth, which are the same for each tile.
+// A block's share of one output tile: a run of steps of its depth.
+struct Part {
+    int tile;                 // counted over all images
+    int k0;                   // first channel of the result
+    int first, middle, last;  // steps: x's first .. middle - 1, SKIP's middle .. last - 1
+    int others;               // how many of the next blocks have the rest of a tile that this one begins
+};
+
+// The shares of a block, one after the other.
 struct Work {
-    int from, to;                  // tiles, counted over all images
-    int tiles, across, rows;       // tiles of an image, tiles side by side in it; rows of a tile
-    int first, middle, last, own;  // steps: x's first .. middle - 1, SKIP's middle .. last - 1; x's of all blocks
-    int k0;                        // first channel of the result
-    bool resident;                 // weights are loaded once
+    i64 all;                  // tiles of all images; STREAM_K: steps of all channels, and of the tiles of every `together`th block
+    int at, to;               // of those, this block's
+    int all_tiles, tiles, across, rows;  // tiles; of an image; side by side in it; rows of a tile
+    int steps, own;           // of a tile: all, and x's
+    int first, last, k0;      // of each tile, but for STREAM_K
+    int together;             // blocks that read the same weights at the same time
+    bool resident;            // weights are loaded once
+    __device__ __forceinline__ i64 beginning(int block) const { return all * block / (int)(gridDim.x / together); }
+    __device__ __forceinline__ Part next() {
+        Part part = {at, k0, first, last, last, 0};
+        if constexpr (STREAM_K) {
+            int block = blockIdx.x / together, tile = at / steps, pitch = all_tiles / together;
+            part.tile = tile % pitch * together + blockIdx.x % together, part.k0 = tile / pitch * 64;
+            part.first = at - tile * steps, part.last = min(steps, part.first + to - at);
+            at += part.last - part.first;
+            if (part.first == 0)
+                for (i64 there = at; there < (i64)(tile + 1) * steps; there = beginning(block + 1 + part.others)) part.others++;
+        } else {
+            at++;
+        }
+        part.middle = SKIP ? min(max(part.first, own), part.last) : part.last;
+        return part;
+    }
 };
 
 // The producer: loads halo tiles into ring a and weights into ring b, in the order in which the consumers read them.
-__device__ __forceinline__ void load_operands(const Work& work, Ring& a, Ring& b, const TensorMap& x, const TensorMap& x2,
+__device__ __forceinline__ void load_operands(Work work, Ring& a, Ring& b, const TensorMap& x, const TensorMap& x2,
                                               const TensorMap& weight, const TensorMap& addend, const TensorMap& addend2,
-                                              const TensorMap& skip_weight, int split, int D1, int S, int pitch) {
-    for (int i = work.from; i < work.to; i++) {
-        OutputTile tile(i, work.tiles, work.across, work.rows);
+                                              const TensorMap& skip_weight, int split, int D1, int S, int pitch,
+                                              const float4* parts, const Exchange* exchange, u32 launch) {
+    for (bool loads_weights = true; work.at < work.to; loads_weights = !work.resident) {
+        Part part = work.next();
+        OutputTile tile(part.tile, work.tiles, work.across, work.rows);
 #pragma unroll 1
-        for (int step = work.first, s = work.first % S, c = work.first / S * CHUNK; step < work.middle; step++) {
-            if (s == 0 || step == work.first) {
+        for (int step = part.first, s = part.first % S, c = part.first / S * CHUNK; step < part.middle; step++) {
+            if (s == 0 || step == part.first) {
                 u32 full = a.acquire((work.rows + R - 1) * pitch * ROW_BYTES);
                 const TensorMap& map = c < split ? x : x2;
                 int channel = c < split ? c : c - split, w = tile.w0 - S / 2, h = tile.h0 - R / 2;
@@ -157,28 +195,30 @@ __device__ __forceinline__ void load_operands(const Work& work, Ring& a, Ring& b
                 }
                 a.advance();
             }
-            if (!work.resident || i == work.from) {
+            if (loads_weights) {
                 u32 full = b.acquire(WEIGHT_BYTES);
                 for (int r = 0; r < R; r++) {
-                    if (PASS == FPROP) tma_load(b.buffer() + r * TAP_BYTES, weight, full, c, r * S + s, work.k0);
-                    else tma_load(b.buffer() + r * TAP_BYTES, weight, full, work.k0, (R - 1 - r) * S + S - 1 - s, c);
+                    if (PASS == FPROP) tma_load(b.buffer() + r * TAP_BYTES, weight, full, c, r * S + s, part.k0);
+                    else tma_load(b.buffer() + r * TAP_BYTES, weight, full, part.k0, (R - 1 - r) * S + S - 1 - s, c);
                 }
                 b.advance();
             }
             if (++s == S) s = 0, c += CHUNK;
         }
 #pragma unroll 1
-        for (int step = work.middle; step < work.last; step++) {
+        for (int step = part.middle; step < part.last; step++) {
             int c = (step - work.own) * CHUNK;
             u32 full = a.acquire(work.rows * 8 * ROW_BYTES);
             tma_load(a.buffer(), c < D1 ? addend : addend2, full, c < D1 ? c : c - D1, tile.w0, tile.h0, tile.n);
             a.advance();
-            if (!work.resident || i == work.from) {
+            if (loads_weights) {
                 full = b.acquire(TAP_BYTES);
-                tma_load(b.buffer(), skip_weight, full, c, 0, work.k0);
+                tma_load(b.buffer(), skip_weight, full, c, 0, part.k0);
                 b.advance();
             }
         }
+        for (int other = 1; STREAM_K && other <= part.others; other++)
+            load_left(b, parts, exchange, blockIdx.x + other * work.together, launch);
     }
 }
 
@@ -189,17 +229,18 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
             const __grid_constant__ TensorMap addend2, const __grid_constant__ TensorMap skip_weight, const float* bias,
             const float* skip_bias, const float* emb, Statistics* sums, const float* norm_weight, const float* norm_bias,
             const float* scale, const float* shift, const float* mean, const float* rstd, int N, int H, int W, int C, int K,
-            int S, int D, int rows, int a_stages, int b_stages, int split, int K1, int D1, int groups) {
+            int S, int D, int rows, int a_stages, int b_stages, int split, int K1, int D1, int groups, float4* parts,
+            Exchange* exchange, int together) {
     extern __shared__ __align__(1024) u8 shared[];
     int before = UPSAMPLE ? S / 2 % 2 : 0, pitch = 8 + S - 1 + 2 * before;  // a halo tile's row, in 128-byte rows
     u32 halo_bytes = CEIL_DIV((PIXELS / 8 + R - 1) * pitch * ROW_BYTES, 1024) * 1024;
-    u32 base = shared_address(shared), order = base, addends = base + 16, exchange = base + 32, barriers = base + 40;
+    u32 base = shared_address(shared), order = base, addends = base + 16, arrivals = base + 32, barriers = base + 40;
     u32 halos = base + 2048, weights = halos + a_stages * halo_bytes, results = weights + b_stages * WEIGHT_BYTES;
     Ring a(halos, halo_bytes, a_stages, barriers), b(weights, WEIGHT_BYTES, b_stages, barriers + 16 * a_stages);
     if (threadIdx.x == 0) {
         for (int i = 0; i < 4; i++) barrier_init(order + 8 * i, 1);
         a.init(1), b.init(1);
-        open_exchange(exchange, PIXELS * 64 * sizeof(float));
+        open_exchange(arrivals, PIXELS * 64 * sizeof(float));
         prefetch(x), prefetch(weight), prefetch(out);
         if (split < C) prefetch(x2);
         if (READS || SKIP) prefetch(addend);
@@ -207,28 +248,30 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
     }
     cluster_arrive_relaxed();
 
-    int chunks = CEIL_DIV(C, CHUNK), k0 = blockIdx.y * 64, across = CEIL_DIV(W, 8), tiles = across * CEIL_DIV(H, rows);
+    int chunks = CEIL_DIV(C, CHUNK), across = CEIL_DIV(W, 8), tiles = across * CEIL_DIV(H, rows);
     int own = chunks * S, skips = SKIP ? CEIL_DIV(D, CHUNK) : 0, steps = own + skips;  // x's steps, then SKIP's
     int rank = blockIdx.z % CLUSTER, first = steps * rank / CLUSTER, last = steps * (rank + 1) / CLUSTER;
-    int middle = SKIP ? min(max(first, own), last) : last;  // the first of SKIP's steps
-    bool resident = b_stages == last - first;
-    i64 all_tiles = (i64)N * tiles;
-    int from = all_tiles * blockIdx.x / gridDim.x, to = all_tiles * (blockIdx.x + 1) / gridDim.x;
+    bool resident = !STREAM_K && b_stages == last - first;
+    i64 all = STREAM_K ? (i64)(N * tiles / together) * CEIL_DIV(K, 64) * steps : (i64)N * tiles;
+    Work work = {all, 0, 0, N * tiles, tiles, across, rows, steps, own, first, last, (int)blockIdx.y * 64, together, resident};
+    work.at = work.beginning(blockIdx.x / together), work.to = work.beginning(blockIdx.x / together + 1);
     // A grid of few blocks starts while the kernel before it still runs. That kernel may still write weights: they are only
     // prefetched into L2, where a write still reaches them. Where all multiprocessors have a block this cost 2 %.
     if (threadIdx.x == CONSUMERS && gridDim.x * gridDim.y * gridDim.z <= 100)
-        for (int tap = first * R; tap < min(middle, first + b_stages) * R; tap++) {
+        for (int tap = first * R; tap < min(min(own, last), first + b_stages) * R; tap++) {
             int r = tap % R, s = tap / R % S, c = tap / R / S * CHUNK;
-            if (PASS == FPROP) tma_prefetch(weight, c, r * S + s, k0);
-            else tma_prefetch(weight, k0, (R - 1 - r) * S + S - 1 - s, c);
+            if (PASS == FPROP) tma_prefetch(weight, c, r * S + s, work.k0);
+            else tma_prefetch(weight, work.k0, (R - 1 - r) * S + S - 1 - s, c);
         }
     wait_for_previous();
+    u32 launch = STREAM_K ? exchange->launch() : 0;
     __syncthreads();
     if (threadIdx.x >= CONSUMERS) {
         set_registers<40, false>();
         if (threadIdx.x > CONSUMERS) return;
-        Work work = {from, to, tiles, across, rows, first, middle, last, own, k0, resident};
-        load_operands(work, a, b, x, x2, weight, addend, addend2, skip_weight, split, D1, S, pitch);
+        if (STREAM_K) exchange->arrive();
+        load_operands(work, a, b, x, x2, weight, addend, addend2, skip_weight, split, D1, S, pitch, parts,
+                      exchange, launch);
         return;
     }
 
@@ -236,7 +279,8 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
     int group = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     bool leads = threadIdx.x % 128 == 0;
     float2* norm_maps = reinterpret_cast<float2*>(shared + 1024) + 64 * group;  // of 64 channels, for the current tile
-    u32 result = results + group * RESULT_BYTES, own_order = order + 8 * group, own_addend = addends + 8 * group;
+    bool finishes_one = STREAM_K && all <= (i64)(gridDim.x / together) * steps;  // at most: then there is one place for results
+    u32 result = results + (finishes_one ? 0 : group) * RESULT_BYTES, own_order = order + 8 * group, own_addend = addends + 8 * group;
     u32 at_result = result;  // this lane's row for ldmatrix and stmatrix; of floats its first pixel and channel
     if constexpr (LOW) {
         at_result += (lane / 16 * 8 + lane % 8) * ROW_BYTES + ((warp * 2 + lane / 8 % 2 ^ lane % 8) << 4);
@@ -244,17 +288,22 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
         int pixel = lane % 4 * 2, chunk = warp % 2 * 4 + lane / 16;
         at_result += warp / 2 * CHUNK_BYTES + pixel * ROW_BYTES + ((chunk ^ pixel) << 4) + lane / 4 % 4 * 4;
     }
-    float biases[2] = {};  // of this lane's two channels; SKIP, short of registers, reads them again in each iteration
+    constexpr bool READS_BIASES = SKIP || STREAM_K;  // in each iteration: SKIP is short of registers
+    float biases[2] = {};                            // of this lane's two channels
 #pragma unroll
-    for (int i = 0; !SKIP && i < 2; i++)
-        if (int k = k0 + warp * 16 + i * 8 + lane / 4; bias && k < K) biases[i] = bias[k];
-    for (int index = from, iteration = 0; index < to; index++, iteration++) {
+    for (int i = 0; !READS_BIASES && i < 2; i++)
+        if (int k = work.k0 + warp * 16 + i * 8 + lane / 4; bias && k < K) biases[i] = bias[k];
+    u32 addend_phase = 0;
+    for (int iteration = 0; work.at < work.to; iteration++) {
+        Part part = work.next();
+        int k0 = part.k0, first = part.first, middle = part.middle, last = part.last;
         if (iteration % 2 != group) {
-            a.skip(chunks + skips);
-            if (!resident) b.skip(steps);
+            a.skip(STREAM_K ? (middle > first ? (middle - 1) / S - first / S + 1 : 0) + last - middle : chunks + skips);
+            if (!resident) b.skip(last - first);
             continue;
         }
-        OutputTile tile(index, tiles, across, rows);
+        bool begins = !STREAM_K || first == 0;
+        OutputTile tile(part.tile, tiles, across, rows);
         int h0 = tile.h0 + rank * SHARE;  // the first row that this block finishes
         u32 phase = iteration / 2 & 1;
         int k = k0 + threadIdx.x % 128;
@@ -267,7 +316,7 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             int j = warp * 16 + i * 8 + lane / 4;
-            if (SKIP && bias && k0 + j < K) offset[i] = bias[k0 + j];
+            if (READS_BIASES && bias && k0 + j < K) offset[i] = bias[k0 + j];
             if (SKIP && skip_bias && k0 + j < K) offset[i] += skip_bias[k0 + j];
             if (!SKIP && emb && k0 + j < K) offset[i] += emb[tile.n * K + k0 + j];
         }
@@ -287,7 +336,7 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
         auto walk = [&](int end, int k_steps) {  // x's steps up to `end`
             for (; i < end; i++, s = s + 1 < S ? s + 1 : 0) {
                 if (s == 0 || i == first) a.wait();
-                if (READS && i == first && leads) {  // asked for once the first halo tile has arrived
+                if (READS && begins && i == first && leads) {  // asked for once the first halo tile has arrived
                     tma_store_wait();                // until TMA has read the last result, which lies there
                     barrier_expect(own_addend, 64 / CHUNK * min(rows, SHARE) * 8 * ROW_BYTES);
                     bool second = NORM && k0 >= K1;
@@ -332,11 +381,19 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
         a_read.release();
         if (resident) b = b_read;  // the next iteration reads the same stages again
         else b_read.release();
-        if constexpr (CLUSTER > 1) add_up(acc, reinterpret_cast<float4*>(shared + (results + RESULT_BYTES - base)), exchange);
+        if constexpr (STREAM_K) {
+            if (!begins) {
+                leave(acc, parts, exchange, launch);
+                continue;
+            }
+#pragma unroll 1
+            for (int other = 0; other < part.others; other++) add_left(acc, b, shared, base);
+        }
+        if constexpr (CLUSTER > 1) add_up(acc, reinterpret_cast<float4*>(shared + (results + RESULT_BYTES - base)), arrivals);
 
         if (!READS && leads) tma_store_wait();
         if (SLOPE || !READS) warpgroup_meets();
-        if (READS) barrier_wait(own_addend, phase);
+        if (READS) barrier_wait(own_addend, addend_phase), addend_phase ^= 1;
 #pragma unroll
         for (int i = 0; SLOPE && i < 2; i++) {
             float2 map = norm_maps[warp * 16 + i * 8 + lane / 4];
@@ -398,7 +455,7 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
 #pragma unroll
             for (int other = 1; other < 4; other *= 2) total[i].add(shuffle(total[i], other));
             int k = k0 + warp * 16 + i * 8 + lane / 4;
-            if (lane % 4 == 0 && k < K) sums[((i64)index * CLUSTER + rank) * K + k] = total[i];
+            if (lane % 4 == 0 && k < K) sums[((i64)part.tile * CLUSTER + rank) * K + k] = total[i];
         }
     }
     if (leads) tma_store_wait();

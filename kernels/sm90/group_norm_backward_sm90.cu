@@ -26,59 +26,30 @@
 //              blocks add.
 //   Shared     `boxes` boxes of x and of dy; 4 WIDTH (2 WARPS + 8) bytes.
 constexpr int THREADS = 512;
+#include "exchange.cuh"
 #include "group_norm_boxes.cuh"
 
 constexpr int DEPTH = 5;  // boxes that are on their way at once: if all were, all would arrive together, and late
 
-struct TaggedSlot {
-    ulonglong2 sums;
-    __device__ __forceinline__ static u64 tagged(float sum, u32 launch) { return (u64)launch << 32 | __float_as_uint(sum); }
-    __device__ __forceinline__ void publish(float a, float b, u32 launch) {
-        asm volatile("st.relaxed.gpu.global.v2.b64 [%0], {%1, %2};"
-                     ::"l"(this), "l"(tagged(a, launch)), "l"(tagged(b, launch)) : "memory");
-    }
-    // Returns 0 where both tags are of this launch; then `found` has the sums.
-    __device__ __forceinline__ u32 read(float2& found, u32 launch) const {
-        u64 a, b;
-        asm volatile("ld.relaxed.gpu.global.v2.b64 {%0, %1}, [%2];" : "=l"(a), "=l"(b) : "l"(this) : "memory");
-        found = make_float2(__uint_as_float((u32)a), __uint_as_float((u32)b));
-        return ((u32)(a >> 32) ^ launch) | ((u32)(b >> 32) ^ launch);
-    }
-};
-
-struct Exchange {
-    u32 launches, arrived, unused[2];
-    TaggedSlot slots[1];
-    __device__ __forceinline__ u32 launch() const {
-        u32 before;
-        asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(before) : "l"(&launches) : "memory");
-        return before + 1;
-    }
-    // Called by one thread of each block, once all have used what they read of `launches`. The last block
-    // raises it.
-    __device__ __forceinline__ void arrive() {
-        if (atomicAdd(&arrived, 1) == gridDim.x - 1) arrived = 0, launches++;
-    }
-    // Waits for a channel's sums over an image, and adds them. slots[0] is the first part's, slots[pitch] the next one's.
-    __device__ __forceinline__ static float2 receive(const TaggedSlot* slots, int parts, int pitch, u32 launch) {
-        constexpr int AT_ONCE = 4;
-        float2 total = make_float2(0.0f, 0.0f);
+// Waits for a channel's sums over an image, and adds them. slots[0] is the first part's, slots[pitch] the next one's.
+__device__ __forceinline__ float2 receive(const TaggedSlot* slots, int parts, int pitch, u32 launch) {
+    constexpr int AT_ONCE = 4;
+    float2 total = make_float2(0.0f, 0.0f);
 #pragma unroll 1
-        for (; parts > 0; parts -= AT_ONCE, slots += AT_ONCE * pitch) {
-            float2 sums[AT_ONCE];
-            u32 missing;
-            do {
-                missing = 0;
+    for (; parts > 0; parts -= AT_ONCE, slots += AT_ONCE * pitch) {
+        float2 sums[AT_ONCE];
+        u32 missing;
+        do {
+            missing = 0;
 #pragma unroll
-                for (int u = 0; u < AT_ONCE; u++) missing |= slots[min(u, parts - 1) * pitch].read(sums[u], launch);
-            } while (missing);
+            for (int u = 0; u < AT_ONCE; u++) missing |= slots[min(u, parts - 1) * pitch].read(sums[u], launch);
+        } while (missing);
 #pragma unroll
-            for (int u = 0; u < AT_ONCE; u++)
-                if (u < parts) total.x += sums[u].x, total.y += sums[u].y;
-        }
-        return total;
+        for (int u = 0; u < AT_ONCE; u++)
+            if (u < parts) total.x += sums[u].x, total.y += sums[u].y;
     }
-};
+    return total;
+}
 
 // dweight and dbias. A lane has a channel, a warp every WARPS-th slot of it. `sums` is in shared memory, one for each thread.
 __device__ __forceinline__ void add_images(const Exchange* exchange, int block, int blocks, float2* sums, float* dweight,
@@ -254,7 +225,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void backward(
         off_centre = table[j] - centre_of(table[j]), rstd_j = table[3 * WIDTH + j], gamma = table[4 * WIDTH + j];
         share = rstd_j / ((float)S * size);
         table[WIDTH + j] = gamma * rstd_j;
-        if (parts > 1) total = Exchange::receive(slots, parts, C, launch);
+        if (parts > 1) total = receive(slots, parts, C, launch);
         total.y = (total.y - off_centre * total.x) * rstd_j;
         channels[j] = make_float2(gamma * total.x, gamma * total.y);
     }

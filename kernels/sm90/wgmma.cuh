@@ -104,6 +104,8 @@ __device__ __forceinline__ void tma_store_pixels(const TensorMap& map, u32 sourc
 template <int PENDING = 0> __device__ __forceinline__ void tma_store_wait() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
 }
+// Copies may read the memory that this thread has written, or has seen written.
+__device__ __forceinline__ void fence_global_writes() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 __device__ __forceinline__ void fence_writes() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Store four matrices of 8 rows of 16 bytes, held as ldmatrix loads them. Lane i gives the address of row i % 8 of matrix

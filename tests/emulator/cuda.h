@@ -51,6 +51,7 @@ static inline float __fadd_rn(float x, float y) { return x + y; }
 static inline unsigned __umulhi(unsigned x, unsigned y) { return (unsigned)((u64)x * y >> 32); }
 static inline u64 __umul64hi(u64 x, u64 y) { return (u64)((unsigned __int128)x * y >> 64); }
 template <typename T> inline T __ldcg(const T* p) { return *p; }
+template <typename T> inline void __stcg(T* p, T value) { *p = value; }
 template <typename T> inline T __ldg(const T* p) { return *p; }
 static inline void __threadfence() {}
 static inline void __nanosleep(unsigned) { emulator::poll(); }

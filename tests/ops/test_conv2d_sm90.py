@@ -113,14 +113,20 @@ def random_convolution(rng, shape, outputs, kernel, dtype, transposed, upsample=
     return operands, (expected, expected + addend.astype(np.float64))
 
 
+SHARED = [{"cluster": 2}, {"cluster": 4}, {"cluster": 8}, {"stream_k": True}]  # how blocks share the depth
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("tile", sm90.TILES, ids=str)
 @pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("stream_k", [False, True])
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float32], ids=["bf16", "tf32"])
-def test_every_tile(hopper, rng, tile, transposed, dtype):
+def test_every_tile(hopper, rng, tile, transposed, stream_k, dtype):
     shape, outputs = (2, 11, 19, 136), 200
     (x, weight, bias, emb, out), (_, expected) = random_convolution(rng, shape, outputs, (3, 3), dtype, transposed)
-    chosen = sm90.fit(tile, shape, outputs, (3, 3), x.itemsize)
+    chosen = sm90.fit(tile, shape, outputs, (3, 3), x.itemsize, stream_k=stream_k)
+    if stream_k and chosen is None:
+        pytest.skip("two tiles of floats have no room")
     assert chosen is not None
     given = Operands(x, weight, out, Epilogue(bias, emb, out))
     assert convolve(given, chosen, direction=DGRAD if transposed else FPROP) is None
@@ -135,15 +141,14 @@ CLUSTERED = [
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("cluster", [2, 4, 8])
+@pytest.mark.parametrize("shared", SHARED, ids=str)
 @pytest.mark.parametrize("adds", [False, True])
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float32], ids=["bf16", "tf32"])
-def test_clusters_share_the_depth(hopper, rng, dtype, transposed, adds, cluster):
+def test_blocks_share_the_depth(hopper, rng, dtype, transposed, adds, shared):
     for shape, (outputs, *kernel) in CLUSTERED:
-        operands, results = random_convolution(rng, shape, outputs, kernel, dtype, transposed)
-        x, weight, bias, emb, addend = operands
-        chosen = sm90.fit(sm90.TILES[-1], shape, outputs, tuple(kernel), x.itemsize, cluster)
+        (x, weight, bias, emb, addend), results = random_convolution(rng, shape, outputs, kernel, dtype, transposed)
+        chosen = sm90.fit(sm90.TILES[-1], shape, outputs, tuple(kernel), x.itemsize, **shared)
         assert chosen is not None
         out, again = (Tensor(np.full(addend.shape, np.nan, dtype), device="cuda").data for _ in range(2))
         epilogue = Epilogue(bias, emb, addend if adds else None)
@@ -180,10 +185,8 @@ def test_an_input_is_read_upsampled(hopper, rng, dtype, adds, shape, weight_shap
     problem = problem_of(FPROP, Operands(x, weight, addend), (1, 1), padding, Fusion.UPSAMPLE)._replace(products=1)
     assert Fusion.UPSAMPLE in sm90.offer(problem).fused
     seen = (*addend.shape[:3], shape[3])
-    plans = [
-        sm90.fit(tile, seen, outputs, kernel, x.itemsize, cluster, upsample=True)
-        for tile in sm90.TILES for cluster in sm90.CLUSTERS
-    ]
+    plans = [sm90.fit(tile, seen, outputs, kernel, x.itemsize, upsample=True, **shared)
+             for tile in sm90.TILES for shared in [{}, *SHARED]]
     for chosen in (None, *filter(None, plans)):
         least = chosen and chosen._replace(halos=min(2, chosen.halos), weights=min(2, chosen.weights))
         out, again = (Tensor(np.full(addend.shape, np.nan, dtype), device="cuda") for _ in range(2))
@@ -214,10 +217,8 @@ def test_gradient_to_a_norm(hopper, rng, tile, size, sources, scaled, taps, silu
     """Blocks with many tiles, one, or part of one; tiles beyond the image, channels beyond the second source."""
     convolution = NormedConvolution(rng, size, sources, 200, taps, dtype, scaled, silu)
     dout, weight, norm, out = convolution.on_gpu()
-    fitted = [
-        sm90.fit(tile, dout.shape, sum(sources), (taps, taps), dout.itemsize, cluster)
-        for cluster in sm90.CLUSTERS
-    ]
+    kernel, divisions = (taps, taps), [{}, *SHARED]
+    fitted = [sm90.fit(tile, dout.shape, sum(sources), kernel, dout.itemsize, **shared) for shared in divisions]
     assert fitted[0] is not None
     given = Operands(dout, weight, out.data, norm=norm)
     assert Fusion.NORM_BACKWARD in sm90.offer(problem_of(DGRAD, given, (1, 1), convolution.padding)).fused
@@ -242,8 +243,7 @@ SKIPS = [
 def test_a_skip_path_is_further_depth(hopper, rng, dtype, shape, outputs, sources, tile, statistics):
     """Also with the fewest halo tiles and weights in flight, and in clusters of which some blocks have none of it or
     all."""
-    operands, (expected, _) = random_convolution(rng, shape, outputs, (3, 3), dtype, False)
-    x, weight, bias, emb, _ = operands
+    (x, weight, bias, emb, _), (expected, _) = random_convolution(rng, shape, outputs, (3, 3), dtype, False)
     expected -= Tensor(emb).numpy()[:, None, None]
     images = [rng.standard_normal((*shape[:3], c)).astype(dtype) if c else None for c in sources]
     skip_weight = rng.standard_normal((outputs, 1, 1, sum(sources))).astype(dtype)
@@ -253,9 +253,9 @@ def test_a_skip_path_is_further_depth(hopper, rng, dtype, shape, outputs, source
     skip = Skip(
         *(None if array is None else Tensor(array, device="cuda").data for array in (*images, skip_weight, skip_bias))
     )
-    for cluster in sm90.CLUSTERS:
-        chosen = sm90.fit(tile, shape, outputs, (3, 3), x.itemsize, cluster, sum(sources))
-        assert cluster > 1 or chosen is not None
+    for shared in [{}, *SHARED]:
+        chosen = sm90.fit(tile, shape, outputs, (3, 3), x.itemsize, skip=sum(sources), **shared)
+        assert shared or chosen is not None
         if chosen is None:
             continue
         for plan in (chosen, chosen._replace(halos=min(2, chosen.halos), weights=min(2, chosen.weights))):
@@ -327,11 +327,12 @@ def test_every_plan_fits(kernel, itemsize, skip, upsample):
             problem = shape, outputs, kernel, itemsize, skip, upsample
             plans = sm90.plans(*problem)
             assert sm90.plan(*problem) in plans
-            for tile, cluster, rows, each, halos, weights, shared in plans:
+            for tile, cluster, rows, each, halos, weights, shared, together in plans:
                 chunk_of = [chunk for chunk in range(blocks(channels * itemsize, 128)) for _ in range(kernel[1])]
                 chunk_of += [chunk_of[-1] + 1 + chunk for chunk in range(-(-skip * itemsize // 128))]
                 steps = len(chunk_of)
-                iterations = blocks(2 * blocks(height, rows) * blocks(width, 8), each)
+                tiles = 2 * blocks(height, rows) * blocks(width, 8)
+                iterations = 2 if together else blocks(tiles, each)
                 assert cluster == 1 or (iterations == 1 and each * blocks(outputs, 64) <= sm90.at_once(cluster))
                 parts = [(steps * rank // cluster, steps * (rank + 1) // cluster) for rank in range(cluster)]
                 assert all(first < last for first, last in parts)
@@ -342,7 +343,8 @@ def test_every_plan_fits(kernel, itemsize, skip, upsample):
                 pitch = 7 + kernel[1] + (2 if upsample and kernel[1] in (3, 7) else 0)
                 halo = blocks((tile.pixels // 8 + kernel[0] - 1) * pitch * 128, 1024) * 1024
                 assert 16 * (halos + weights) + 40 <= sm90.BARRIER_BYTES == 1024
-                results = min(2, iterations) * max(2, tile.pixels // 8 // cluster) * 8 * 64 * itemsize
+                finished = 1 if together and tiles * blocks(outputs, 64) <= each else min(2, iterations)
+                results = finished * max(2, tile.pixels // 8 // cluster) * 8 * 64 * itemsize
                 mail = tile.pixels * 64 * 4 if cluster > 1 else 0
                 assert 2048 + halos * halo + weights * kernel[0] * 8192 + results + mail <= shared
                 assert shared + 1024 <= sm90.SHARED_BYTES

@@ -10,9 +10,10 @@ import numpy as np
 
 from cudiff.backend import Array, float32, is_low
 from cudiff.cuda.device import multiprocessors
+from cudiff.cuda.exchange import exchange_workspace
 from cudiff.cuda.kernels.convolution.problem import AFTERWARDS, DGRAD, EPILOGUE, WGRAD, Fusion, Operands, Problem
 from cudiff.cuda.kernels.shape import at_16_bytes, turned
-from cudiff.cuda.launch import blocks, launch
+from cudiff.cuda.launch import blocks, empty, launch
 from cudiff.cuda.select import Offer
 from cudiff.cuda.sums import empty_statistics
 from cudiff.cuda.tensor_map import tensor_map
@@ -26,6 +27,7 @@ BARRIER_BYTES = 1024
 MAP_BYTES = 1024  # of the affine maps of a norm's channels
 CLUSTERS = (1, 2, 4, 8)  # blocks of a cluster
 COLUMNS = (1, 3, 5, 7)  # of taps
+MOST_SHARES = 3  # tiles of a block with stream-K: with more, whole ones took less time at 12 of 13 shapes
 
 
 class Tile(NamedTuple):
@@ -150,7 +152,8 @@ def _skip_gains(p: Problem, skip: int) -> bool:
 class Plan(NamedTuple):
     """A launch configuration. cluster: blocks of a cluster, which split the depth. rows: of an output tile. blocks:
     clusters for each 64 output channels. halos: halo tiles in flight. weights: weights in flight, of R taps each.
-    shared: bytes of shared memory."""
+    shared: bytes of shared memory. together: 0, or with stream-K (arXiv 2301.03598), where all tiles are cut along the
+    depth into equal shares, one for each of `blocks`: how many blocks read the same weights at the same time."""
 
     tile: Tile
     cluster: int
@@ -159,10 +162,11 @@ class Plan(NamedTuple):
     halos: int
     weights: int
     shared: int
+    together: int = 0
 
     @property
     def choice(self) -> list[int]:
-        return [self.tile.pixels, self.cluster]
+        return [self.tile.pixels, self.cluster] + [1] * (self.together > 0)
 
 
 def plans(shape: tuple[int, ...], outputs: int, kernel: tuple[int, int], itemsize: int, skip: int,
@@ -174,8 +178,9 @@ def plans(shape: tuple[int, ...], outputs: int, kernel: tuple[int, int], itemsiz
     """
     fewest = min(_covered(shape[1], pixels) for pixels in ALWAYS[:2])
     fitted = (
-        fit(tile, shape, outputs, kernel, itemsize, cluster, skip, upsample) for tile in TILES for cluster in CLUSTERS
-        if tile.pixels in ALWAYS or _covered(shape[1], tile.pixels) < fewest
+        fit(tile, shape, outputs, kernel, itemsize, cluster, skip, upsample, stream_k)
+        for tile in TILES if tile.pixels in ALWAYS or _covered(shape[1], tile.pixels) < fewest
+        for cluster, stream_k in (*((cluster, False) for cluster in CLUSTERS), (1, True))
     )
     return [plan for plan in fitted if plan is not None]
 
@@ -221,18 +226,27 @@ def at_once(cluster: int) -> int:
 
 
 def fit(tile: Tile, shape: tuple[int, ...], outputs: int, kernel: tuple[int, int], itemsize: int,
-        cluster: int = 1, skip: int = 0, upsample: bool = False) -> Plan | None:
+        cluster: int = 1, skip: int = 0, upsample: bool = False, stream_k: bool = False) -> Plan | None:
     """The plan for this tile and cluster, or None.
 
     It is None if shared memory has no room for two halo tiles and two weights of R taps. With `upsample` it must have
     room for three weights, because halo tiles are loaded row by row: with two, 128 channels at 64 x 64 take 69 µs, with
     a smaller tile 64. It is also None if a cluster's blocks cannot split the depth: each must have a step of it, and
-    all clusters must run at once. Only the smallest tile is split, because larger ones gained nothing.
+    all clusters must run at once. Only the smallest tile is split, because larger ones gained nothing. There is no
+    plan with `stream_k` if the tiles fill the multiprocessors evenly, or a block has more than MOST_SHARES of them.
     """
     rows = min(shape[1], tile.pixels // 8)
     count = shape[0] * tiles_of(shape, rows)
     iterations = blocks(count, max(1, at_once(cluster) // blocks(outputs, CHANNELS)))
     own, skips = steps_of(shape[3], kernel, itemsize, skip)
+    each, together, finished = blocks(count, iterations), 0, min(2, iterations)
+    if stream_k:
+        everything = count * blocks(outputs, CHANNELS)
+        if everything % multiprocessors() == 0 or everything > MOST_SHARES * multiprocessors():
+            return None
+        together = max(d for d in range(1, multiprocessors() + 1) if multiprocessors() % d == count % d == 0)
+        each = min(multiprocessors(), everything * (own + skips))
+        iterations, finished = 2, 1 if everything <= each else 2  # it finishes the tiles that it begins
     if cluster > 1 and (iterations > 1 or cluster > own + skips or tile is not TILES[-1]):
         return None
     splits = splits_of(own + skips, cluster)
@@ -244,7 +258,7 @@ def fit(tile: Tile, shape: tuple[int, ...], outputs: int, kernel: tuple[int, int
     steps = max(last - first for first, last in splits)
     halo = blocks((tile.pixels // 8 + kernel[0] - 1) * pitch_of(kernel[1], upsample) * ROW_BYTES, 1024) * 1024
     weight = kernel[0] * CHANNELS * ROW_BYTES
-    results = min(2, iterations) * max(2, tile.pixels // 8 // cluster) * 8 * CHANNELS * itemsize
+    results = finished * max(2, tile.pixels // 8 // cluster) * 8 * CHANNELS * itemsize
     if cluster > 1:
         results += tile.pixels * CHANNELS * 4
     room = SHARED_BYTES - 1024 - BARRIER_BYTES - MAP_BYTES - results
@@ -256,7 +270,7 @@ def fit(tile: Tile, shape: tuple[int, ...], outputs: int, kernel: tuple[int, int
         return None
     halos = min(4, chunks * iterations, (room - weights * weight) // halo)
     shared = results + halos * halo + weights * weight + BARRIER_BYTES + MAP_BYTES
-    return Plan(tile, cluster, rows, blocks(count, iterations), halos, weights, shared)
+    return Plan(tile, cluster, rows, each, halos, weights, shared, together)
 
 
 def time(chosen: Plan, shape: tuple[int, ...], outputs: int, kernel: tuple[int, int], itemsize: int, skip: int,
@@ -270,6 +284,10 @@ def time(chosen: Plan, shape: tuple[int, ...], outputs: int, kernel: tuple[int, 
         + chosen.tile.skip * (max(last, own) - max(first, own))
         for first, last in splits_of(own + skips, chosen.cluster)
     )
+    if chosen.together:
+        shares = shape[0] * tiles_of(shape, chosen.rows) * blocks(outputs, CHANNELS) / chosen.blocks
+        exchange = 0.8 * min(3, 1 / shares)  # a tile of so many blocks
+        return 4.2 + (shares + 1) * chosen.tile.iteration + 1.2 * shares * taps * chosen.tile.step + exchange
     return 3.4 + iterations * (chosen.tile.iteration + taps * chosen.tile.step) + (0.7 if chosen.cluster > 1 else 0.0)
 
 
@@ -327,7 +345,7 @@ def run(given: Operands, offer: Offer, p: Problem) -> ChannelStatistics | None:
     shape, chunk = (n, height, columns, channels), ROW_BYTES // x.dtype.itemsize
 
     def launch_as(chosen: Plan) -> ChannelStatistics | None:
-        tile, cluster, rows, each, halos, weights, shared = chosen
+        tile, cluster, rows, each, halos, weights, shared, together = chosen
         pitch, result_box = pitch_of(kernel[1], upsample), (1, min(rows, tile.pixels // 8 // cluster), 8, chunk)
         halo_box = (1, 1, pitch // 2, 2, chunk) if upsample else (1, rows + kernel[0] - 1, pitch, chunk)
         read, read_box = (added, result_box) if skip is None else (skip[:2], (1, rows, 8, chunk))
@@ -342,18 +360,23 @@ def run(given: Operands, offer: Offer, p: Problem) -> ChannelStatistics | None:
         statistics = None
         if wants_moments or norm is not None:
             statistics = empty_statistics(moments(x.dtype) if wants_moments else Kind.PRODUCTS, n, tiles, outputs)
+        parts, workspace = None, None
+        if together:
+            parts, workspace = empty((each, tile.pixels // 8, 128, 4), float32), exchange_workspace()
         launch(
-            "conv2d_sm90", "conv2d_sm90", (each, blocks(outputs, CHANNELS), cluster), 384,
+            "conv2d_sm90", "conv2d_sm90", (each, 1 if together else blocks(outputs, CHANNELS), cluster), 384,
             (
                 x_map, x_map if x2 is None else tensor_map(x2, halo_box, twice=upsample), weight_map, out_map, *maps,
                 weight_map if skip is None else _weight_map(skip.weight, chunk), epilogue.bias, skip_bias, epilogue.emb,
                 None if statistics is None else statistics.sums, *affine, n, height, columns, channels, outputs,
-                kernel[1], skip_channels, rows, halos, weights, split, first_outputs, skip_split, groups,
+                kernel[1], skip_channels, rows, halos, weights, split, first_outputs, skip_split, groups, parts,
+                workspace, max(1, together),
             ),
-            shared, T=x.dtype, R=kernel[0], PASS="DGRAD" if transposed else "FPROP", PIXELS=tile.pixels,
+            shared, together > 0, T=x.dtype, R=kernel[0], PASS="DGRAD" if transposed else "FPROP", PIXELS=tile.pixels,
             ADDS=int(addend is not None), STATISTICS=int(wants_moments),
             NORM=0 if norm is None else 1 if norm.silu else 2, RELU=int(Fusion.RELU in fused),
             SKIP=int(skip is not None), CLUSTER=cluster, UPSAMPLE=int(upsample), SPARED=spared,
+            STREAM_K=int(together > 0),
         )
         return statistics
 
