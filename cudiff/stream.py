@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cudiff.diffusion import ImageNoise
+from cudiff.diffusion.denoiser import blended, frame_of
 from cudiff.diffusion.samplers import Ends
 from cudiff.diffusion.sampling import Guidance
 from cudiff.errors import CudiffError
@@ -128,14 +129,14 @@ class Stream:
         seed = (options.seed + self.number * GOLDEN) % 2**64
         numbers = self._uploaded("numbers", np.array([sigmas[0], options.blend], np.float32))
         with np.errstate(all="ignore"):  # below it is said what is not finite
-            made, total = run(
+            made, sums = run(
                 begin, sigmas, None if labels is None else self._uploaded("labels", labels), guidance=guide, given={},
                 noise=ImageNoise((self.n, *pipeline.shape), seed, 0, pipeline.device),
                 callback=None if each is None else lambda step, x, denoised: each(step),
-                ends=Ends(_noised, _blended, (last, numbers)),
+                ends=Ends(_noised, _blended, (last, numbers), _denoised),
             )
         made = Tensor(made.data.copy())  # the graph's own is overwritten by another stream's frame
-        if not np.isfinite(total.numpy()):
+        if not np.isfinite(sums.numpy()).all():
             raise CudiffError("the frame holds values that are not finite: use less guidance or an earlier checkpoint")
         return made
 
@@ -155,6 +156,11 @@ def _noised(begin: Tensor, counters: Tensor, last: Tensor, numbers: Tensor) -> T
 
 
 def _blended(drawn: Tensor, last: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """The frame, with the last one's share, the second of the numbers; and the sum of what was drawn, which shows
-    values that are not finite."""
-    return blend_to_uint8(drawn, last, Tensor(numbers.data[1:])), drawn.sum()
+    """The frame, with the last one's share, the second of the numbers; and what shows values that are not finite."""
+    return blended(drawn, last, Tensor(numbers.data[1:]))
+
+
+def _denoised(denoiser: Any, x: Tensor, sigma: Tensor, labels: Tensor | None, last: Tensor,
+              numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """The same of D(x; sigma), the last step's."""
+    return frame_of(denoiser, x, sigma, labels, last, Tensor(numbers.data[1:]))

@@ -60,7 +60,7 @@ TESTS = {
 # Of headers and kernels. Beside these run the tests of the operations that name a kernel's file.
 STEMS_OF = {
     "activation": ["elementwise", "gelu", "mlp"], "affine": ["group_norm", "conv2d_few_channels"],
-    "attention": ["attention", "attention_sm90"], "convolution": ["conv2d"],
+    "attention": ["attention", "attention_sm90"], "blend": ["blend", "edm"], "convolution": ["conv2d"],
     "attention_sm90": ["attention", "attention_sm90"], "attention_short_sm90": ["attention", "attention_sm90"],
     "attention_wide_sm90": ["attention_sm90"], "conv2d_depthwise": ["conv2d"], "conv2d_grouped": ["conv2d"],
     "cluster": ["conv2d_wgrad_sm90", "group_norm_sm90"], "common": ["elementwise", "shape"],

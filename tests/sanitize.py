@@ -216,6 +216,9 @@ def _batches() -> None:
     for dtype in ("float32", "bfloat16"):
         pictures = Tensor(np.zeros(images.shape, np.float32), device="cuda").astype(dtype)
         ops.blend_to_uint8(pictures, images, 0.5)
+        sigma = Tensor(np.ones(5, np.float32), device="cuda")
+        ops.edm_frame(pictures, pictures, sigma, images, 0.5, 0.5)
+        ops.edm_frame(pictures[:4], pictures[:4], sigma[:4], images[:2], 0.5, 0.5, guidance=2.0)
 
 
 def _optimisers() -> None:

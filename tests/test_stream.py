@@ -127,6 +127,42 @@ def test_a_later_frame_is_one_graph(device, monkeypatch):
         assert len({frame.tobytes() for frame in made}) == 4
 
 
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("changes", [
+    {"guidance": 1.0}, {"guidance": 2.5}, {"num_classes": 0}, {"guidance": 2.5, "guidance_channels": 2, "channels": 3},
+    {"diffusion": "flow"}, *({"sampler": name} for name in ("euler", "dpmpp-2m", "unipc", "euler-ancestral")),
+    {"sampler": "euler", "S_churn": 3.0},
+], ids=str)
+def test_the_last_step_makes_the_bytes_that_came_of_its_image(device, changes, steps):
+    """A caller between steps sees the image of the last one."""
+    model, seen = pipeline(device, **changes), []
+    picture = np.random.default_rng(1).integers(0, 256, model.shape).astype(np.uint8)
+    for each_step in (None, seen.append):
+        stream = model.stream(2, steps=steps, blend=0.3, each_step=each_step)
+        made = [stream.frame(picture), stream.frame(picture)]
+        if each_step is None:
+            expected = made
+    assert np.abs(np.subtract(made, expected, dtype=int)).max() <= 1 and np.std(made[1]) > 5
+    assert seen == 2 * list(range(steps))
+
+
+@pytest.mark.parametrize("changes, calls", [
+    ({"guidance": 1.0}, ["frame"]), ({"guidance": 2.5}, ["frame"]), ({"num_classes": 0, "sampler": "unipc"}, ["frame"]),
+    ({"guidance": 2.5, "guidance_channels": 1, "channels": 3}, ["output", "blend"]),
+], ids=str)
+def test_a_frame_ends_with_one_launch_after_the_network(host_of, monkeypatch, changes, calls):
+    host, model = host_of(True), pipeline("cuda", capture=False, **changes)
+    monkeypatch.setattr(np, "isfinite", lambda x: np.ones(1, bool))
+    stream = model.stream(2)
+    stream.frame(np.zeros(model.shape, np.uint8))
+    host.launches.clear()
+    next(stream)
+    names = [name for stem, name in host.launches if stem in ("edm", "blend")]
+    assert names == ["input", *calls]
+    if calls == ["frame"]:
+        assert host.launches[-1] == ("edm", "frame")
+
+
 def test_streams_of_one_pipeline_do_not_disturb_each_other(device, monkeypatch):
     if device == "cpu":
         stand_in(monkeypatch)

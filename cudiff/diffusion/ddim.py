@@ -46,7 +46,8 @@ class DDIM(Sampler):
         plans = []
         for sigma, sigma_next in pairwise(map(float, sigmas)):
             added = self.eta * math.sqrt(posterior_variance(sigma, sigma_next))
-            plans.append(Plan([sigma, kept_deviation(sigma_next, added**2) / sigma, added], added > 0))
+            numbers = [sigma, kept_deviation(sigma_next, added**2) / sigma, added]
+            plans.append(Plan(numbers, added > 0, to_image=sigma_next == 0 and not self.clip_denoised))
         return plans
 
     def step(self, x: Tensor, numbers: Tensor, noise: Tensor | None, labels: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -38,3 +38,16 @@ class Checked:
             what = f"{made.dtype} of shape {made.shape}" if isinstance(made, Tensor) else f"a {type(made).__name__}"
             raise CudiffError(f"the denoiser returned {what}: return a Tensor of floats of x's shape {x.shape}")
         return made
+
+
+def blended(image: Tensor, last: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
+    """`ops.blend_to_uint8`, and the image's sum, which shows values that are not finite."""
+    return ops.blend_to_uint8(image, last, share), ops.sum(image)
+
+
+def frame_of(denoiser: Any, x: Tensor, sigma: Tensor, labels: Tensor | None, last: Tensor,
+             share: Tensor) -> tuple[Tensor, Tensor]:
+    """`blended` of D(x; sigma): where the denoiser has a `frame`, by that, with sums over parts of the image."""
+    if hasattr(denoiser, "frame"):
+        return denoiser.frame(x, sigma, labels, last, share)
+    return blended(denoiser(x, sigma, labels), last, share)

@@ -7,6 +7,8 @@ nothing is read by the host, so that a captured training step can contain them.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from cudiff import ops
@@ -77,9 +79,17 @@ class EDMDenoiser:
 
     def __call__(self, x: Tensor, sigma: Tensor | float, labels: Tensor | None = None) -> Tensor:
         sigma = noise_levels(sigma, x)
+        return ops.edm_output(x, self._out(x, sigma, labels), sigma, *self.data)
+
+    def frame(self, x: Tensor, sigma: Tensor, labels: Tensor | None, last: Tensor, share: Tensor,
+              guidance: Any = None) -> tuple[Tensor, Tensor]:
+        """The frame of D(x; sigma), and sums: `ops.edm_frame`, one kernel after the network."""
+        return ops.edm_frame(x, self._out(x, sigma, labels), sigma, last, share, *self.data, guidance)
+
+    def _out(self, x: Tensor, sigma: Tensor, labels: Tensor | None) -> Tensor:
+        """F(c_in x, c_noise)."""
         sigma_data, *standard = self.data
-        scaled, c_noise = ops.edm_input(x, sigma, sigma_data, self.c_noise_scale, *standard)
-        return ops.edm_output(x, self.net(scaled, c_noise, labels), sigma, sigma_data, *standard)
+        return self.net(*ops.edm_input(x, sigma, sigma_data, self.c_noise_scale, *standard), labels)
 
 
 def _check(config: Settings) -> None:

@@ -81,11 +81,13 @@ class Plan(NamedTuple):
 
     numbers: list[float]
     noisy: bool
+    to_image: bool = False
+    """Whether the step ends in D(x; sigma) itself, sigma its first number, as one to 0: `Ends` may take its place"""
 
 
 class Ends(NamedTuple):
     """What is done before a sampler's first step and after its last one. Where all steps are one graph, it is recorded
-    there; another `begin` or `finish` has the graph recorded anew. They go with an `ImageNoise` of the states' shape.
+    there; others of these functions have the graph recorded anew. They go with an `ImageNoise` of the states' shape.
     """
 
     begin: Callable[..., Tensor]
@@ -93,6 +95,8 @@ class Ends(NamedTuple):
     finish: Callable[..., Any]
     """(images, *arrays) -> what the sampler returns"""
     arrays: tuple[Tensor, ...]
+    denoise: Callable[..., Any] | None = None
+    """(denoiser, x, sigma, labels, *arrays) -> the same, in place of a last step `to_image` and of `finish`"""
 
 
 class Sampler:
@@ -116,7 +120,7 @@ class Sampler:
     def __init__(self, denoiser: Any, captured: bool = False):
         self.denoiser, self._captured = denoiser, captured
         self._uploaded: tuple[tuple, Tensor] | None = None  # the last table
-        self._recorded: tuple = ()  # kinds, and what is done before and after, of the graph of all steps
+        self._recorded: tuple = ()  # kinds, and ends without arrays, of the graph of all steps
         self._all_steps: Captured | None = None  # None where they are too many
         own: Any = weakref.proxy(self)  # a circle would keep the graphs' memory until garbage is collected
         self._one_step = capture(lambda *inputs: own._drawn_step(*inputs), warmup=1, precompile=True)
@@ -145,14 +149,15 @@ class Sampler:
         dtype = x.dtype if ends is None else float32
         counters = noise.counters(len(plans)) if _is_like(noise, x, dtype) else None
         inputs = x, self._table(plans, x, dtype), counters, labels
-        begin, finish, arrays = ends or Ends(_first, _first, ())
+        ends = ends or Ends(_first, _first, ())
+        if callback is not None or not plans[-1].to_image:
+            ends = ends._replace(denoise=None)  # a callback sees the last step
         if self._captured and callback is None and (counters is not None or not any(noisy for _, noisy in kinds)):
-            images = self._at_once(kinds, begin, finish, *inputs, *arrays)
+            images = self._at_once(kinds, ends, *inputs)
             if images is not None:
                 return images
-        step = self._one_step if self._captured else self._drawn_step
-        x = begin(x, counters, *arrays)
-        return finish(self._go(step, kinds, x, *inputs[1:], noise, callback), *arrays)
+        go = partial(self._go, self._one_step if self._captured else self._drawn_step, noise=noise, callback=callback)
+        return self._whole(go, kinds, ends, *inputs, *ends.arrays)
 
     def _plans(self, sigmas: np.ndarray) -> list[Plan]:
         """`plan`'s, checked."""
@@ -180,22 +185,28 @@ class Sampler:
             self._uploaded = key, table
         return table
 
-    def _at_once(self, kinds: Kinds, begin: Callable, finish: Callable, *inputs: Tensor | None) -> Any:
+    def _whole(self, go: Callable[..., Tensor], kinds: Kinds, ends: Ends, x: Tensor, table: Tensor,
+               counters: Tensor | None, labels: Tensor | None, *arrays: Tensor) -> Any:
+        """What is done before the steps, the steps by `go`, and what is done after them."""
+        x = ends.begin(x, counters, *arrays)
+        if ends.denoise is None:
+            return ends.finish(go(kinds, x, table, counters, labels), *arrays)
+        x = go(kinds[:-1], x, table, counters, labels)
+        sigma = Tensor(table.data[-kinds[-1][0]])
+        return ends.denoise(self.denoiser, x, sigma, labels, *arrays)
+
+    def _at_once(self, kinds: Kinds, ends: Ends, *inputs: Tensor | None) -> Any:
         """What all steps make of `inputs`, as one graph; None where they have too many launches."""
-        if self._recorded != (kinds, begin, finish):
+        form = kinds, ends._replace(arrays=())
+        if self._recorded != form:
             own: Any = weakref.proxy(self)
-
-            def run(go: Callable[..., Tensor], x: Tensor, table: Tensor, counters: Tensor | None,
-                    labels: Tensor | None, *arrays: Tensor) -> Any:
-                return finish(go(kinds, begin(x, counters, *arrays), table, counters, labels), *arrays)
-
-            self._recorded, self._all_steps = (kinds, begin, finish), capture(
-                lambda *inputs: run(partial(own._go, own._drawn_step), *inputs),
-                warmup=lambda *inputs: run(own._warm_up, *inputs), precompile=True,
+            self._recorded, self._all_steps = form, capture(
+                lambda *inputs: own._whole(partial(own._go, own._drawn_step), *form, *inputs),
+                warmup=lambda *inputs: own._whole(own._warm_up, *form, *inputs), precompile=True,
             )
         if self._all_steps is not None:
             try:
-                return self._all_steps(*inputs)
+                return self._all_steps(*inputs, *ends.arrays)
             except _TooManyLaunches:
                 self._all_steps = None
         return None

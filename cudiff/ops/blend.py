@@ -43,11 +43,21 @@ def blend_to_uint8(x: Tensor, last: Tensor, share: float | Tensor = 0.0) -> Tens
         raise TypeError(f"blend_to_uint8: last must be uint8, not {last.dtype}")
     if x.shape != last.shape:
         raise ValueError(f"blend_to_uint8: x {x.shape} and last {last.shape} differ in shape")
-    if isinstance(share, int | float | np.number):
-        if not 0 <= share <= 1:
-            raise ValueError(f"blend_to_uint8: share is 0 to 1, not {share}")
-        share = Tensor(np.array([share], np.float32), device=x.device)
-    elif not isinstance(share, Tensor) or share.dtype != float32 or share.shape != (1,):
-        given = f"{share.dtype} {share.shape}" if hasattr(share, "dtype") else type(share).__name__
-        raise TypeError(f"blend_to_uint8: share is a number or a float32 Tensor (1,), not {given}")
-    return BlendToUint8.apply(x, last, share)
+    return BlendToUint8.apply(x, last, share_of("blend_to_uint8", share, x.device))
+
+
+def share_of(name: str, share: float | Tensor, device: str) -> Tensor:
+    """The last frame's share as a float32 Tensor (1,). Raises as `blend_to_uint8`, of an operation called `name`."""
+    if isinstance(share, int | float | np.number) and not 0 <= share <= 1:
+        raise ValueError(f"{name}: share is 0 to 1, not {share}")
+    return number_of(f"{name}: share", share, device)
+
+
+def number_of(name: str, number: float | Tensor, device: str) -> Tensor:
+    """A number as a float32 Tensor (1,); one that is given as it is. Raises TypeError for anything else."""
+    if isinstance(number, int | float | np.number):
+        return Tensor(np.array([number], np.float32), device=device)
+    if not isinstance(number, Tensor) or number.dtype != float32 or number.shape != (1,):
+        given = f"{number.dtype} {number.shape}" if hasattr(number, "dtype") else type(number).__name__
+        raise TypeError(f"{name} is a number or a float32 Tensor (1,), not {given}")
+    return number

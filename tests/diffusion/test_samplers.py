@@ -6,7 +6,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from cudiff import Tensor, ops
+from cudiff import Config, Tensor, ops, registry
 from cudiff.diffusion import (
     DDIM,
     Ancestral,
@@ -438,6 +438,27 @@ def test_guidance_shifts_samples_as_it_should():
     for name, sampler in SAMPLERS.items():
         out = sampler(Guided(points, 2.0), x, karras_sigmas(5), labels, noise=noise)
         assert np.allclose(out.numpy().ravel(), [0.3, 0.7]), name
+
+
+@pytest.mark.parametrize("name", list(registry.SAMPLERS))
+@pytest.mark.parametrize("config", [
+    Config(S_churn=0.0, eta=0.0, clip_denoised=True), Config(S_churn=4.0, eta=0.5, clip_denoised=False),
+], ids=["clipped", "noisy"])
+def test_a_step_to_the_image_ends_in_the_estimate_that_it_began_with(name, config):
+    """What a plan promises of it, for `Ends` to take its place."""
+    for count in (1, 3):
+        (x, noise), seen = start(), []
+        sampler = registry.SAMPLERS[name].build(gaussian, config, False)
+        sigmas = karras_sigmas(count)
+        sampler(x, sigmas, noise=noise, callback=lambda step, x, denoised, seen=seen: seen.append((x, denoised)))
+        plans = sampler.plan(sigmas)
+        assert not any(plan.to_image for plan in plans[:-1])
+        if plans[-1].to_image:
+            begun = seen[-2][0] if count > 1 else x
+            estimate = gaussian(begun, Tensor(np.full(len(x), plans[-1].numbers[0])))
+            np.testing.assert_allclose(seen[-1][0].numpy(), estimate.numpy(), rtol=1e-12)
+        changed = {"ancestral", *(("heun", "euler") if config.S_churn else ("ddim",))}  # churned before, or clipped
+        assert plans[-1].to_image == (name not in changed)
 
 
 @pytest.mark.parametrize("sampler", [sample_ddim, sample_ddpm])

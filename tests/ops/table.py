@@ -40,7 +40,7 @@ ELSEWHERE = {
     ], "tests/ops/test_order.py"),
     **dict.fromkeys(["argwhere", "nonzero"], "tests/ops/test_index.py"),
     "blend_to_uint8": "tests/ops/test_blend.py", "draw_batch": "tests/ops/test_batch.py",
-    "dropout": "tests/ops/test_dropout.py",
+    "dropout": "tests/ops/test_dropout.py", "edm_frame": "tests/ops/test_edm.py",
 }
 
 

@@ -6,7 +6,9 @@ import pytest
 
 import cudiff
 from cudiff import Tensor, attention, attention_qkv, linear
+from cudiff.backend import to_device
 from cudiff.cuda.kernels.attention import table
+from cudiff.cuda.kernels.attention.mask import pack
 from cudiff.precision import allow_tf32
 from tests.check import check_op, relative_error, torch
 
@@ -200,7 +202,7 @@ def torch_masked(mask):
 
 
 @pytest.mark.parametrize("kind", ["causal", "window", "padding", "by head", "few"])
-@pytest.mark.parametrize("tq, tk, dim", [(5, 7, 8), (70, 70, 24), (130, 200, 32), (65, 129, 7), (200, 130, 64),
+@pytest.mark.parametrize("tq, tk, dim", [(5, 7, 8), (70, 70, 24), (130, 208, 32), (65, 129, 7), (200, 130, 64),
                                          (150, 140, 96), (129, 70, 128), (70, 40, 136)])
 def test_masked(device, rng, kind, tq, tk, dim):
     q, k, v = (rng.standard_normal((2, t, 3, dim)) for t in (tq, tk, tk))
@@ -257,6 +259,29 @@ def test_a_mask_of_each_image_in_several_launches(rng, monkeypatch, dtype):
         out.backward(Tensor(np.ones(out.shape), dtype=dtype, device="cuda").data)
         found.append([out.numpy(), *(Tensor(x.grad).numpy() for x in (q, k, v))])
     assert all(np.array_equal(*pair) for pair in zip(*found, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["whole", "shifted", "one row", "one column"])
+@pytest.mark.parametrize("queries, keys", [(1, 1), (64, 64), (65, 80), (63, 1), (3, 77), (130, 592), (9, 16)])
+def test_a_packed_mask(rng, layout, queries, keys):
+    """The kernel sees which rows can be read in packs."""
+    rows, columns = (1 if layout == "one row" else queries), (1 if layout == "one column" else keys)
+    given = rng.uniform(size=(2, 3, rows, columns)) < rng.choice([0.0, 0.5, 1.0], (2, 3, 1, 1))
+    given[..., 64:128] = True
+    first = int(layout == "shifted")
+    mask = to_device(np.append(np.ones(first, bool), given), "cuda")[first:].reshape(given.shape)
+    bits, states = (to_device(array, "cpu") for array in pack(mask, queries, keys))
+    down, across = -queries % 64, -keys % 64
+    attends = np.pad(np.broadcast_to(given, (2, 3, queries, keys)), ((0, 0), (0, 0), (0, down), (0, across)))
+    exist = np.pad(np.ones((queries, keys), bool), ((0, down), (0, across)))
+    found = np.unpackbits(bits.view(np.uint8), bitorder="little").reshape(2, 3, -1, queries + down, 64)
+    np.testing.assert_array_equal(found.swapaxes(2, 3).reshape(attends.shape), attends)
+    tiles = (2, 3, (queries + down) // 64, 64, (keys + across) // 64, 64)
+    none, every = (x.reshape(tiles).all((3, 5)) for x in (~attends, attends == exist))
+    state = np.where(none, 0, np.where(every, 2, 1))
+    both = [np.pad(x, ((0, 0), (0, 0), (0, 0), (0, -x.shape[3] % 8))) for x in (state, state.swapaxes(2, 3))]
+    np.testing.assert_array_equal(states, np.concatenate([x.reshape(2, 3, -1) for x in both], 2))
 
 
 def test_bad_masks(device, rng):

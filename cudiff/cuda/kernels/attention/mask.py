@@ -34,7 +34,7 @@ def pack(mask: Array, queries: int, keys: int) -> Mask:
     states = empty((*masks, rows * 8 * blocks(columns, 8) + columns * 8 * blocks(rows, 8)), np.dtype(np.uint8))
     steps = (np.int64(step if size > 1 else 0) for step, size in zip(mask.strides, mask.shape, strict=True))
     args = (bits, states, mask, masks[1], queries, keys, *steps)
-    launch("attention_mask", "pack", math.prod(masks) * rows * columns, 256, args)
+    launch("attention_mask", "pack", math.prod(masks) * rows * columns, 32, args)
     return Mask(bits, states)
 
 
