@@ -64,7 +64,7 @@ STEMS_OF = {
     "attention_sm90": ["attention", "attention_sm90"], "attention_short_sm90": ["attention", "attention_sm90"],
     "attention_wide_sm90": ["attention_sm90"], "conv2d_depthwise": ["conv2d"], "conv2d_grouped": ["conv2d"],
     "cluster": ["conv2d_wgrad_sm90", "group_norm_sm90"], "common": ["elementwise", "shape"],
-    "conv2d_wgrad_tf32_sm90": ["conv2d_wgrad_sm90"], "flash": ["attention"],
+    "conv2d_wgrad_tf32_sm90": ["conv2d_wgrad_sm90"], "few_rows": ["matmul", "grouped_linear"], "flash": ["attention"],
     "gemm": ["matmul", "conv2d", "norm_silu_conv2d"], "gemm_sm90": ["gemm_sm90", "windows_sm90", "mlp"],
     "group_norm_backward_sm90": ["group_norm_sm90", "group_norm"], "group_norm_boxes": ["group_norm_sm90"],
     "map": ["elementwise"], "mma": ["matmul", "grouped_linear", "attention", "conv2d"],

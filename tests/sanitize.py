@@ -123,6 +123,9 @@ def more() -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "linear layer", lambda: _back(ops.linear(
         tensor(300, 136, dtype="bfloat16"), tensor(200, 136), tensor(200)))
     yield "linear layer of few rows", lambda: _back(ops.linear(tensor(3, 1030), tensor(1031, 1030), tensor(1031)))
+    for rows in (5, 33):
+        yield f"grouped linear layers of {rows} rows", lambda n=rows: _back(ops.grouped_linear(
+            tensor(n, 36), [tensor(20, 36), tensor(7, 36)], [tensor(20), tensor(7)])[0])
     for name in ("gelu", "gelu_tanh", "silu"):
         yield f"mlp by {name}", lambda n=name: _back(ops.mlp(
             tensor(9, 24), tensor(40, 24), tensor(40), tensor(16, 40), tensor(16), tensor(9, 16), n))

@@ -62,6 +62,7 @@ CHOSEN = {  # for kernels that the others do not need: shapes of operands, and t
     "linear": (((1000, 512), (1024, 512)), ops.linear),
     "huber": (((4, 16), (4, 16)), ops.huber),
     "linear of few rows": (((3, 1024), (1024, 1024)), ops.linear),
+    "grouped linear of more rows": (((9, 8), (16, 8), (16,)), lambda x, w, b: ops.grouped_linear(x, [w], [b])[0]),
     "tanh-GELU": (((4, 16),), lambda x: ops.gelu(x, approximate="tanh")),
     "mlp": (((8, 16), (32, 16), (32,), (16, 32), (16,)), ops.mlp),
     **{f"mlp by {name}": (((8, 16), (32, 16), (32,), (16, 32), (16,)), functools.partial(ops.mlp, activation=name))

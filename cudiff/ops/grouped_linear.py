@@ -11,6 +11,7 @@ import numpy as np
 
 from cudiff.backend import Array, float32
 from cudiff.cuda.accumulate import gradient_target
+from cudiff.cuda.kernels.gemm.matmul import FEW_ROWS, few_rows_blocks
 from cudiff.cuda.kernels.gemm.product import Epilogue, sum_splits
 from cudiff.cuda.launch import blocks, empty, launch
 from cudiff.function import Function
@@ -50,8 +51,8 @@ def _batches(groups: list[Group]) -> list[list[Group]]:
 
 
 def _launch(name: str, groups: list[Group], tiles: tuple[int, int], x: Array, *silu: bool) -> None:
-    """Launch a kernel of grouped_linear.cu over tiles (down, across) of each group; x is (N, E), or partials of that
-    shape."""
+    """Launch a kernel of grouped_linear.cu over tiles (down, across), or for few rows blocks, of each group; x is
+    (N, E), or partials of that shape."""
     n, features = x.shape[-2:]
     table = np.zeros(1, _TABLE)
     arrays = [x]
@@ -88,9 +89,12 @@ class GroupedLinear(Function):
         ]
         ctx.save(x, *weights, *(group.z for group in groups))
         ctx.parts = parts
-        tiles = blocks(len(x), TILE), blocks(max(map(len, weights)) // parts, TILE)
+        rows, outputs = len(x), max(map(len, weights)) // parts
+        name, tiles = "forward", (blocks(rows, TILE), blocks(outputs, TILE))
+        if 0 < rows <= FEW_ROWS:
+            name, tiles = "few_rows", (few_rows_blocks(rows, outputs), 1)
         for batch in _batches(groups):
-            _launch("forward", batch, tiles, x, silu)
+            _launch(name, batch, tiles, x, silu)
         return tuple(group.out for group in groups)
 
     @staticmethod

@@ -73,10 +73,12 @@ struct Walk {
     }
 };
 
-// Number e = x * FEW + j of row `y` of few, or zero outside the image.
-__device__ __forceinline__ T around(const FEW_T* image, int y, int e, int H, int W) {
-    return y >= 0 && y < H && e >= 0 && e < W * FEW ? operand(image[(i64)y * W * FEW + e]) : T{};
+// Number e = x * FEW + j of row `y` of few, or zero outside the image and where not `wanted`.
+__device__ __forceinline__ T around(const FEW_T* image, int y, int e, int H, int W, bool wanted) {
+    return wanted && y >= 0 && y < H && e >= 0 && e < W * FEW ? operand(image[(i64)y * W * FEW + e]) : T{};
 }
+
+constexpr int AT_ONCE = 8;  // numbers of few that a thread loads before it stores the first
 
 // For expand: few's rows under a tile's patches in shared memory, with zeros around the image. There are COPIES of them.
 struct Patches {
@@ -87,11 +89,19 @@ struct Patches {
         : values((T*)dynamic), pitch(CEIL_DIV((W + 2 * HALO) * FEW, 2) * 2), size((tile.rows + 2 * HALO) * pitch) {
         few += (i64)tile.n * H * W * FEW;
         Walk walk(threadIdx.x, THREADS, pitch);
-#pragma unroll 8
-        for (int i = threadIdx.x; i < size; i += THREADS, walk.advance()) {
-            T x = around(few, tile.top + walk.y - HALO, walk.x - HALO * FEW, H, W);
-            values[i] = x;
-            if (COPIES > 1 && i > 0) values[size + i - 1] = x;
+#pragma unroll 1
+        for (int first = threadIdx.x; first < size; first += AT_ONCE * THREADS) {
+            T numbers[AT_ONCE];
+#pragma unroll
+            for (int k = 0; k < AT_ONCE; k++, walk.advance())
+                numbers[k] = around(few, tile.top + walk.y - HALO, walk.x - HALO * FEW, H, W, first + k * THREADS < size);
+#pragma unroll
+            for (int k = 0; k < AT_ONCE; k++) {
+                int i = first + k * THREADS;
+                if (i >= size) continue;
+                values[i] = numbers[k];
+                if (COPIES > 1 && i > 0) values[size + i - 1] = numbers[k];
+            }
         }
     }
     // Where the patch of pixel (y, x) of the tile begins. Row r of the patch lies r pitches further on.
@@ -108,31 +118,58 @@ struct TransposedPatches {
         : values((T*)dynamic), pitch(pitch) {
         few += (i64)tile.n * H * W * FEW;
         int across = (width + 2 * HALO) * FEW;
-        Walk walk(threadIdx.x, THREADS, across);
-#pragma unroll 4
-        for (int i = threadIdx.x; i < (tile.rows + 2 * HALO) * across; i += THREADS, walk.advance()) {
-            T number = around(few, tile.top + walk.y - HALO, walk.x - HALO * FEW, H, W);
-            T* target = values + (walk.y * COUNT + walk.x % FEW) * pitch;
+        Walk ahead(threadIdx.x, THREADS, across), walk = ahead;
+        int size = (tile.rows + 2 * HALO) * across;
+#pragma unroll 1
+        for (int first = threadIdx.x; first < size; first += AT_ONCE * THREADS) {
+            T numbers[AT_ONCE];
 #pragma unroll
-            for (int s = 0; s < R; s++) {
-                int x = walk.x / FEW - s;
-                if (x >= 0 && x < width) target[s * FEW * pitch + x] = number;
+            for (int k = 0; k < AT_ONCE; k++, ahead.advance())
+                numbers[k] = around(few, tile.top + ahead.y - HALO, ahead.x - HALO * FEW, H, W, first + k * THREADS < size);
+#pragma unroll
+            for (int k = 0; k < AT_ONCE; k++, walk.advance()) {
+                if (first + k * THREADS >= size) continue;
+                T* target = values + (walk.y * COUNT + walk.x % FEW) * pitch;
+#pragma unroll
+                for (int s = 0; s < R; s++) {
+                    int x = walk.x / FEW - s;
+                    if (x >= 0 && x < width) target[s * FEW * pitch + x] = numbers[k];
+                }
             }
         }
     }
     __device__ __forceinline__ const T* at(int y, int d) const { return values + (y * COUNT + d) * pitch; }
 };
 
-// For expand: load the weights of the block's channels, from `channel` on. Each has a row of EXPAND_PITCH, in the order of a
-// patch's words.
-__device__ __forceinline__ void load_weights(T* weights, const T* weight, const Weight& at, int channel) {
-#pragma unroll
-    for (int i = threadIdx.x; i < BN * EXPAND_STEPS * 16; i += THREADS) {  // in the order of global memory: coalesced
-        int c = at.many == 1 ? i % BN : i / (EXPAND_STEPS * 16), d = at.many == 1 ? i / BN : i % (EXPAND_STEPS * 16);
-        int row = d / (2 * ROW_PAIRS), e = d % (2 * ROW_PAIRS);
-        weights[c * EXPAND_PITCH + d] = row < R && e < R * FEW ? weight[at.at(row * R * FEW + e, channel + c)] : T{};
+// For expand: this thread's share of the weights of the block's channels, from `channel` on. All are loaded at once. In shared
+// memory each channel has a row of EXPAND_PITCH, in the order of a patch's words.
+struct Weights {
+    static constexpr int COUNT = BN * EXPAND_STEPS * 16 / THREADS;
+    T own[COUNT];
+    bool by_channel;  // whether neighbouring threads have weights of one channel, else of neighbours: as they lie in memory
+
+    __device__ __forceinline__ void place(int k, int& c, int& d) const {
+        int i = k * THREADS + threadIdx.x;
+        c = by_channel ? i / (EXPAND_STEPS * 16) : i % BN, d = by_channel ? i % (EXPAND_STEPS * 16) : i / BN;
     }
-}
+    __device__ __forceinline__ Weights(const T* weight, const Weight& at, int channel) : by_channel(at.many != 1) {
+#pragma unroll
+        for (int k = 0; k < COUNT; k++) {
+            int c, d;
+            place(k, c, d);
+            int row = d / (2 * ROW_PAIRS), e = d % (2 * ROW_PAIRS);
+            own[k] = row < R && e < R * FEW ? weight[at.at(row * R * FEW + e, channel + c)] : T{};
+        }
+    }
+    __device__ __forceinline__ void store(T* weights) const {
+#pragma unroll
+        for (int k = 0; k < COUNT; k++) {
+            int c, d;
+            place(k, c, d);
+            weights[c * EXPAND_PITCH + d] = own[k];
+        }
+    }
+};
 
 // The norm's maps of the block's channels, from `channel` on. What a warp reads at a time is contiguous.
 __device__ __forceinline__ void fill_maps(float2* maps, int channel, int n, int C, int groups, const float* norm_weight,
@@ -155,7 +192,7 @@ expand(const FEW_T* few, const T* weight, const float* bias, const float* emb, i
     Tile tile(H, rows);
     int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
     int channel = blockIdx.y * BN, own = warp % CHANNEL_WARPS * 32 + t * 8;  // the first of this thread's eight
-    load_weights(weights, weight, at, channel);
+    Weights loaded(weight, at, channel);
     if constexpr (NORM) fill_maps(maps, channel, tile.n, C, groups, norm_weight, norm_bias, scale, shift, mean, rstd);
     float constant[8] = {};
 #pragma unroll
@@ -173,6 +210,7 @@ expand(const FEW_T* few, const T* weight, const float* bias, const float* emb, i
     };
     fetch(0, first), fetch(1, first + 8);
     Patches patches(few, tile, H, W);
+    loaded.store(weights);
     __syncthreads();
 
     int offset[EXPAND_STEPS][2];  // in words

@@ -12,7 +12,7 @@
 // Sums are in a fixed order. VEC=1: columns and ldo are multiples of 4, and all arrays are aligned to 4 elements; a thread of
 // sum_splits then adds 4 columns. For few_rows depth, lda and ldb are such multiples, and a and b aligned.
 // Launch: few_rows 256 threads, grid ceil(columns / 8), of more than two rows half as many. sum_splits (256 / lanes, lanes) threads, each adding every lanes-th split; grid ceil(rows · columns / (256 / lanes · (4 or 1))).
-#include "reduce.cuh"
+#include "few_rows.cuh"
 
 constexpr int V = VEC ? 4 : 1, THREADS = 256;
 
@@ -50,52 +50,13 @@ sum_splits(const float* __restrict__ partials, const float* __restrict__ bias, c
     *reinterpret_cast<Part<OUT>*>(out + (i64)row * ldo + column) = result;
 }
 
-// A warp multiplies one row of b by all rows of a, two if there are more than two of a, which it then reads half as often.
-template <int ROWS>
-__device__ __forceinline__ void multiply_rows(const float* a, const float* b, const float* bias, const float* emb, const OUT* addend,
-                                              OUT* out, int rows, int columns, int depth, i64 lda, i64 ldb, i64 ldo, int rows_per_image) {
-    constexpr int COLUMNS = ROWS > 2 ? 2 : 1;
-    int lane = threadIdx.x % 32, first = (blockIdx.x * (THREADS / 32) + threadIdx.x / 32) * COLUMNS;
-    if (first >= columns) return;
-    float sums[ROWS][COLUMNS] = {};
-    const float *own_a[ROWS], *own_b[COLUMNS];
-#pragma unroll
-    for (int m = 0; m < ROWS; m++) own_a[m] = a + min(m, rows - 1) * lda;
-#pragma unroll
-    for (int n = 0; n < COLUMNS; n++) own_b[n] = b + min(first + n, columns - 1) * ldb;
-#pragma unroll(ROWS > 4 ? 1 : ROWS > 2 ? 2 : 8)
-    for (int k = lane * V; k < depth; k += 32 * V) {
-        Part<float> y[COLUMNS];
-#pragma unroll
-        for (int n = 0; n < COLUMNS; n++) y[n] = *reinterpret_cast<const Part<float>*>(own_b[n] + k);
-#pragma unroll
-        for (int m = 0; m < ROWS; m++) {
-            Part<float> x = *reinterpret_cast<const Part<float>*>(own_a[m] + k);
-#pragma unroll
-            for (int n = 0; n < COLUMNS; n++)
-#pragma unroll
-                for (int i = 0; i < V; i++) sums[m][n] += x.v[i] * y[n].v[i];
-        }
-    }
-#pragma unroll
-    for (int m = 0; m < ROWS; m++)
-#pragma unroll
-        for (int n = 0; n < COLUMNS; n++) {
-            float total = warp_reduce<Sum>(sums[m][n]);
-            int column = first + n;
-            if (lane != m * COLUMNS + n || m >= rows || column >= columns) continue;
-            if (bias) total += bias[column];
-            if (emb) total += emb[(i64)(m / rows_per_image) * columns + column];
-            if (addend) total += to_float(addend[m * ldo + column]);
-            out[m * ldo + column] = from_float<OUT>(total);
-        }
-}
 extern "C" __global__ void __launch_bounds__(THREADS)
 few_rows(const float* a, const float* b, const float* bias, const float* emb, const OUT* addend, OUT* out, int rows, int columns,
          int depth, i64 lda, i64 ldb, i64 ldo, int rows_per_image) {
     wait_for_previous();
-    if (rows == 1) multiply_rows<1>(a, b, bias, emb, addend, out, rows, columns, depth, lda, ldb, ldo, rows_per_image);
-    else if (rows == 2) multiply_rows<2>(a, b, bias, emb, addend, out, rows, columns, depth, lda, ldb, ldo, rows_per_image);
-    else if (rows <= 4) multiply_rows<4>(a, b, bias, emb, addend, out, rows, columns, depth, lda, ldb, ldo, rows_per_image);
-    else multiply_rows<8>(a, b, bias, emb, addend, out, rows, columns, depth, lda, ldb, ldo, rows_per_image);
+    multiply_few_rows<V>(a, b, bias, rows, columns, depth, lda, ldb, [&](int row, int column, float total) {
+        if (emb) total += emb[(i64)(row / rows_per_image) * columns + column];
+        if (addend) total += to_float(addend[row * ldo + column]);
+        out[row * ldo + column] = from_float<OUT>(total);
+    });
 }

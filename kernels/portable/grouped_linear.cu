@@ -1,17 +1,19 @@
 // Grouped linear: several linear layers (the groups) of one input, in one launch.
 //
-//   forward  out[g] = z or silu(z), z = x · weight[g] transposed + bias[g]. z[g] receives z, unless null.
-//   dx       partials[g] = d_preact[g] · weight[g]; their sum over g is dx. d_preact[g] is the gradient of z.
-//   dweight  dweight[g] = or += d_preact[g] transposed · x; dbias[g] = or += the sum of d_preact[g]'s rows. Null where
-//            unwanted.
+//   forward   out[g] = z or silu(z), z = x · weight[g] transposed + bias[g]. z[g] receives z, unless null.
+//   few_rows  the same, for N of at most 8.
+//   dx        partials[g] = d_preact[g] · weight[g]; their sum over g is dx. d_preact[g] is the gradient of z.
+//   dweight   dweight[g] = or += d_preact[g] transposed · x; dbias[g] = or += the sum of d_preact[g]'s rows. Null where
+//             unwanted.
 //
 // x (N, E), weight[g] (K[g], E), bias[g] (K[g]), out[g] and z[g] (N, K[g]), partials (groups, N, E): float, row-major. out, z
 // and partials are overwritten. A table passed by value holds the groups' addresses and sizes, at most 64 a launch.
 // VEC=1: E, every K and every address are multiples of 16 bytes.
 //
 // A block computes one square tile of one group's result, on FMA units. Sums are in a fixed order.
-// Launch: 256 threads, grid (tiles down, tiles across, groups) for the largest group. Where a group is smaller, its blocks
-// beyond have nothing to do.
+// Launch: 256 threads, grid (tiles down, tiles across, groups) for the largest group; few_rows (ceil(K / 8), 1, groups), of more
+// than two rows half as many. Where a group is smaller, its blocks beyond have nothing to do.
+#include "few_rows.cuh"
 #include "mma.cuh"
 #include "vector.cuh"
 
@@ -156,6 +158,18 @@ forward(const __grid_constant__ Table table, const float* x, int N, int E, int s
     if (column >= group.K) return;
     const float* sums = product<16, true, true>({x, N, E}, {group.weight, group.K, E}, row, column, E);
     write<16>(group.out, false, sums, group.bias, row, column, N, group.K, silu, group.z);
+}
+
+// A tile of `forward` would multiply rows that are none, and wait for its copies with few of them under way.
+extern "C" __global__ void __launch_bounds__(THREADS)
+few_rows(const __grid_constant__ Table table, const float* x, int N, int E, int silu) {
+    wait_for_previous();
+    const Group& group = table.groups[blockIdx.z];
+    multiply_few_rows<V>(x, group.weight, group.bias, N, group.K, E, E, E, [&](int n, int k, float z) {
+        i64 i = (i64)n * group.K + k;
+        if (group.z) group.z[i] = z;
+        group.out[i] = silu ? z * sigmoid(z) : z;
+    });
 }
 
 // Tiles of 32; E is across.

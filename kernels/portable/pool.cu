@@ -34,6 +34,9 @@ typedef SumsOf<SUMS, T>::Type Sums;
 
 // The sums of what a thread stores, and a block's.
 struct Stored {
+    // In shared memory channel k of all threads lies side by side, channel k + 1 so much further on that a warp, which
+    // then reads all V channels of some threads, has no bank conflicts.
+    static constexpr int PITCH = 256 + CEIL_DIV(128, (int)sizeof(Sums) * V);
     Sums sums[V] = {};
 
     __device__ __forceinline__ void add(const float (&values)[V]) {
@@ -42,15 +45,16 @@ struct Stored {
     }
     __device__ __forceinline__ void write(Sums* out, int C) {
         if constexpr (SUMS == 0) return;
-        __shared__ Sums of_threads[256 * V];
+        __shared__ Sums of_threads[V * PITCH];
         int lanes = blockDim.x * V, thread = threadIdx.y * blockDim.x + threadIdx.x, first = blockIdx.y * lanes;
 #pragma unroll
-        for (int k = 0; k < V; k++) of_threads[thread * V + k] = sums[k];
+        for (int k = 0; k < V; k++) of_threads[k * PITCH + thread] = sums[k];
         __syncthreads();
         for (int i = thread; i < min(lanes, C - first); i += blockDim.x * blockDim.y) {
+            const Sums* column = of_threads + i % V * PITCH + i / V;
             Sums total = {};
 #pragma unroll 8
-            for (int y = 0; y < blockDim.y; y++) total.add(of_threads[y * lanes + i]);
+            for (int y = 0; y < blockDim.y; y++) total.add(column[y * blockDim.x]);
             out[(i64)blockIdx.x * C + first + i] = total;
         }
     }

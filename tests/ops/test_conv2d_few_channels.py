@@ -3,6 +3,7 @@ import numpy as np
 import pytest
 
 from cudiff import ops
+from cudiff.cuda.device import asked_about
 from cudiff.cuda.kernels.convolution import few_channels, table
 from cudiff.cuda.kernels.convolution.problem import DGRAD, FPROP, WGRAD, Fusion, Operands, problem_of
 from cudiff.cuda.kernels.gemm.product import Epilogue
@@ -15,6 +16,7 @@ SHAPES = [
     ((2, 64, 64, 3), 64), ((2, 64, 64, 64), 3), ((3, 28, 28, 1), 32), ((3, 28, 28, 32), 1), ((2, 9, 11, 7), 96),
     ((2, 13, 21, 128), 6), ((1, 1, 1, 2), 64), ((40, 3, 5, 64), 4), ((1, 130, 7, 3), 128), ((300, 4, 4, 32), 5),
     ((2, 40, 101, 96), 3), ((1, 5, 256, 3), 64), ((2, 3, 256, 64), 3), ((2, 20, 24, 3), 192), ((1, 9, 10, 4), 416),
+    ((2, 41, 6, 3), 416),
 ]
 
 
@@ -58,7 +60,7 @@ def test_against_numpy(device, rng, monkeypatch, shape, outputs, taps, dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("shape, outputs, taps", [
-    *((*s, 3) for s in SHAPES[:-2]), *((*s, 1) for s in SHAPES[2:8]),
+    *((*s, 3) for s in SHAPES[:-3]), *((*s, 1) for s in SHAPES[2:8]),
 ], ids=str)
 def test_a_thin_image_of_float32(rng, shape, outputs, taps, dtype):
     """It is rounded where it is read and written as it is summed, by each pass and whether x or out."""
@@ -169,6 +171,15 @@ def test_a_tile_fits_in_shared_memory(n, size, few):
     for bytes_of in (few_channels.patches_bytes, few_channels.copies_bytes, few_channels.products_bytes):
         rows, shared = few_channels._rows(n, size, lambda rows, of=bytes_of: of(rows, size, few, 3))
         assert 0 < rows <= size and shared == bytes_of(rows, size, few, 3) <= few_channels.shared_bytes()
+
+
+@pytest.mark.parametrize("n, size, chunks, rows", [
+    (1, 64, 1, 1), (1, 64, 6, 2), (2, 64, 6, 3), (3, 65, 6, 5), (8, 64, 6, 8), (32, 64, 3, 8), (64, 64, 3, 16),
+    (2, 256, 6, 2), (1, 600, 6, 3), (2, 3, 6, 1), (132, 28, 1, 14),
+])
+def test_blocks_of_the_same_rows_are_counted(n, size, chunks, rows):
+    with asked_about("sm_90a"):
+        assert few_channels._rows(n, size, lambda rows: rows, size, chunks) == (rows, rows)
 
 
 @pytest.mark.parametrize("width", [1, 4, 15, 16, 17, 28, 64, 65, 80, 81, 252])

@@ -36,6 +36,11 @@ def tensors(arrays, device):
     (32, 256, (64, 128, 192, 256, 64)),
     (32, 256, (64, 10, 128)),
     (33, 68, (36, 100)),
+    (9, 68, (36, 100)),
+    (2, 1156, (20, 9)),
+    (2, 1156, (20, 12)),
+    (8, 300, (4, 36)),
+    (7, 131, (33, 3)),
     (130, 67, (33, 129)),
     (1, 256, (64, 128)),
     (130, 12, (1030, 1024)),
@@ -48,6 +53,15 @@ def test_grouped_linear(device, rng, n, features, outputs, silu):
     arrays = rng.standard_normal((n, features)), *random_parameters(rng, features, outputs)
     fn, torch_fn = (functools.partial(of, silu=silu) for of in (apply, torch_grouped_linear))
     check_op(fn, *arrays, device=device, torch_fn=torch_fn, dtypes=("float32",))
+
+
+def test_up_to_eight_rows_are_a_pass_over_the_weights(host_of):
+    host = host_of(False)
+    for rows, name in ((0, "forward"), (1, "few_rows"), (8, "few_rows"), (9, "forward")):
+        host.launches.clear()
+        x, weight, bias = (Tensor(host.zeros(size, np.float32)) for size in ((rows, 12), (20, 12), (20,)))
+        grouped_linear(x, [weight], [bias])
+        assert host.launches == [("grouped_linear", name)]
 
 
 @pytest.mark.parametrize("silu", [False, True], ids=["", "silu"])

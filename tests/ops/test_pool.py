@@ -1,6 +1,8 @@
 import numpy as np
 import pytest
 
+from cudiff.cuda.device import asked_about
+from cudiff.cuda.kernels.pool import _lanes
 from cudiff.gradient import Slot
 from cudiff.ops.conv2d import conv2d
 from cudiff.ops.group_norm import group_norm
@@ -159,7 +161,7 @@ def test_gradient_is_added_to_what_is_there(device, rng, op, channels):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("op", [avg_pool2d, upsample_nearest])
-@pytest.mark.parametrize("shape", [(2, 8, 6, 64), (3, 5, 7, 3), (1, 4, 4, 2064)])
+@pytest.mark.parametrize("shape", [(2, 8, 6, 64), (3, 5, 7, 3), (1, 4, 4, 2064), (2, 6, 34, 72), (1, 3, 40, 70)])
 def test_sums_travel_along(device, rng, op, shape):
     """Forward leaves what a norm of the result needs, backward the sums of dx with what it had before."""
     if device == "cpu":
@@ -174,6 +176,16 @@ def test_sums_travel_along(device, rng, op, shape):
     (dx,) = node.function.backward_cuda(node.ctx, dout, needs=(True,), into=[Slot(before)])
     assert dx is before
     check_sums(node.ctx.din_statistics[0], dx)
+
+
+@pytest.mark.parametrize("rows, columns, packs, nbytes, lanes", [
+    (32, 16, 144, 16, 16), (64, 32, 96, 16, 8), (16, 8, 192, 16, 32), (32, 20, 96, 16, 8), (8, 1, 300, 16, 256),
+    (32, 16, 8, 16, 8), (32, 32, 5, 16, 5), (131, 2, 128, 16, 128), (131, 3, 128, 16, 80), (32, 32, 383, 2, 64),
+    (132, 16, 144, 16, 144), (256, 8, 96, 16, 96), (66, 16, 300, 16, 256), (1, 1, 1, 4, 1),
+])
+def test_few_rows_of_windows_are_cut_along_the_channels(rows, columns, packs, nbytes, lanes):
+    with asked_about("sm_90a"):
+        assert _lanes(rows, columns, packs, nbytes) == lanes
 
 
 @pytest.mark.parametrize("op", [avg_pool2d, upsample_nearest, lambda x: upsample_nearest(avg_pool2d(x))])

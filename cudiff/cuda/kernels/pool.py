@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from cudiff.backend import Array
 from cudiff.cuda.accumulate import gradient_target
+from cudiff.cuda.device import multiprocessors
 from cudiff.cuda.launch import blocks, launch
 from cudiff.cuda.sums import empty_statistics
 from cudiff.gradient import Slot
@@ -56,7 +57,7 @@ def spread_windows(x: Array, size: tuple[int, int], window: Window, factor: floa
 
 def launch_windows(name: str, outputs: tuple, inputs: tuple, large: Array, small: Array, out: Array, window: Window,
                    wanted: Kind | None = None) -> ChannelStatistics | None:
-    """Launch a kernel of pool.cu: a block for each row of windows, or, if `out` is `large`, for the rows from one
+    """Launch a kernel of pool.cu: blocks for each row of windows, or, if `out` is `large`, for the rows from one
     window's corner to the next.
 
     Returns out's statistics of the kind `wanted`, of which each of these rows is a tile, or None; max_windows writes
@@ -69,15 +70,28 @@ def launch_windows(name: str, outputs: tuple, inputs: tuple, large: Array, small
     bands = (blocks(e + p, step) for e, p, step in zip((height, width), window.padding, window.stride, strict=True))
     packs = channels % size == 0 and large.data.ptr % 16 == 0 and small.data.ptr % 16 == 0
     rows, columns = small.shape[1:3] if out is small else bands
-    lanes = min(256, channels // (size if packs else 1))
+    pack = size if packs else 1
+    lanes = _lanes(n * rows, columns, channels // pack, pack * large.itemsize)
     statistics = None if wanted is None else empty_statistics(wanted, n, rows, channels)
     sums = () if name == "max_windows" else (None if statistics is None else statistics.sums,)
     launch(
-        "pool", name, (n * rows, blocks(channels, lanes * (size if packs else 1))),
-        (lanes, min(256 // lanes, columns)),
+        "pool", name, (n * rows, blocks(channels, lanes * pack)), (lanes, min(256 // lanes, columns)),
         (*outputs, *sums, *inputs, height, width, *small.shape[1:3], channels),
         T=large.dtype, VEC=int(packs), SUMS=0 if wanted is None else min(2, wanted.numbers),
         WINDOW_H=window.size[0], WINDOW_W=window.size[1], STRIDE_H=window.stride[0], STRIDE_W=window.stride[1],
         PADDING_H=window.padding[0], PADDING_W=window.padding[1],
     )
     return statistics
+
+
+def _lanes(rows: int, columns: int, packs: int, nbytes: int) -> int:
+    """Packs of channels that a block takes of each of `rows` rows of windows: all of them, or 256.
+
+    Fewer, where this makes fewer blocks than the GPU has multiprocessors: then each thread has one window of a row, or
+    as few as leave a block 128 bytes of a pixel. nbytes: of a pack.
+    """
+    lanes = min(256, packs)
+    if rows * blocks(packs, lanes) >= multiprocessors():
+        return lanes
+    line = 128 // nbytes
+    return min(lanes, max(1, 256 // columns // line) * line)

@@ -134,8 +134,10 @@ def _expand(given: Operands, at: np.ndarray, fused: frozenset[str],
     """`run` if the result is the image of many channels. at: as `_weight` returns it."""
     x, out, epilogue, outputs = given.x, given.out, given.epilogue, given.out.shape[3]
     n, height, width, fewer = x.shape
-    rows, shared = _rows(n, height, lambda rows: copies_bytes(rows, width, fewer, constants["R"]))
     columns = _columns(outputs)
+    rows, shared = _rows(
+        n, height, lambda rows: copies_bytes(rows, width, fewer, constants["R"]), width, outputs // columns
+    )
     kinds = {Fusion.STATISTICS: Kind.MOMENTS, Fusion.NORM_BACKWARD: Kind.PRODUCTS, Fusion.SUMS: Kind.SUMS}
     wanted = next((kind for fusion, kind in kinds.items() if fusion in fused), None)
     statistics = None if wanted is None else empty_statistics(wanted, n, blocks(height, rows), outputs)
@@ -168,13 +170,17 @@ def _wgrad(given: Operands, few: Array, many: Array, constants: dict[str, Any]) 
     add_parts(parts, dweight, given.add)
 
 
-def _rows(n: int, height: int, bytes_of: Callable[[int], int]) -> tuple[int, int]:
+def _rows(n: int, height: int, bytes_of: Callable[[int], int], width: int = 1, chunks: int = 1) -> tuple[int, int]:
     """Rows of an image that a block takes, and their bytes of shared memory.
 
     There are two blocks for each multiprocessor, or more if shared memory has no room for so many rows. Two run at once
-    on a multiprocessor, except wgrad's of 6 and 7 channels, which run one after the other.
+    on a multiprocessor, except wgrad's of 6 and 7 channels, which run one after the other. chunks: how many blocks take
+    the same rows of `width` pixels. Of a few images they are counted too, unless that makes more than 512 pixels a
+    block: before its first product a block loads its weights, which takes as long as some rows.
     """
     most = blocks(height, max(1, 2 * multiprocessors() // n))
+    if n * chunks < multiprocessors():
+        most = max(most, min(blocks(height, 2 * multiprocessors() // (n * chunks)), 512 // width))
     rows = next(rows for rows in range(most, 0, -1) if rows == 1 or bytes_of(rows) <= shared_bytes())
     return rows, bytes_of(rows)
 

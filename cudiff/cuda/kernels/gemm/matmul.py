@@ -11,8 +11,14 @@ from cudiff.cuda.kernels.gemm.product import Epilogue, Plan, estimate, launch_pr
 from cudiff.cuda.launch import aligned, blocks, launch
 from cudiff.cuda.select import Offer
 
+FEW_ROWS = 8
 FEW_ROWS_OF = 1 << 20
 """Elements of a float32 weight from which on its product with up to 8 rows is a pass over it, of float products."""
+
+
+def few_rows_blocks(rows: int, columns: int) -> int:
+    """How many blocks of few_rows.cuh multiply so many columns."""
+    return blocks(columns, 8 if rows <= 2 else 16)
 
 
 def multiply(a: Array, b: Array, out: Array, transpose_a: bool = False, transpose_b: bool = False,
@@ -38,11 +44,11 @@ def multiply(a: Array, b: Array, out: Array, transpose_a: bool = False, transpos
     size, terms = (rows, columns, depth, batches), products(a.dtype)
     a_vec, b_vec = aligned(a, pitch_a, batch_a, a.shape[2]), aligned(b, pitch_b, batch_b, b.shape[2])
 
-    if transpose_b and not transpose_a and terms == 3 and rows <= 8 and batches == 1 and b.size >= FEW_ROWS_OF:
+    if transpose_b and not transpose_a and terms == 3 and rows <= FEW_ROWS and batches == 1 and b.size >= FEW_ROWS_OF:
         args = (a, b, bias, emb, addend, out, rows, columns, depth, *map(np.int64, (pitch_a, pitch_b, pitch)),
                 epilogue.rows_per_image)
-        grid = blocks(columns, 8 if rows <= 2 else 16)
-        launch("gemm", "few_rows", grid, 256, args, OUT=out.dtype, VEC=int(a_vec and b_vec))
+        launch("gemm", "few_rows", few_rows_blocks(rows, columns), 256, args, OUT=out.dtype,
+               VEC=int(a_vec and b_vec))
         return
 
     def launch_as(chosen: Plan) -> None:
