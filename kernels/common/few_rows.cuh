@@ -8,7 +8,7 @@
 template <int ROWS, int V, class Keep>
 __device__ __forceinline__ void multiply_rows(const float* a, const float* b, const float* bias, int rows, int columns,
                                               int depth, i64 lda, i64 ldb, Keep keep) {
-    constexpr int COLUMNS = ROWS > 2 ? 2 : 1, STEPS = ROWS > 4 ? 2 : ROWS > 2 ? 4 : 8;
+    constexpr int COLUMNS = ROWS > 2 ? 2 : 1, STEPS = ROWS > 2 ? 4 : 8;
     int lane = threadIdx.x % 32, first = (blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32) * COLUMNS;
     if (first >= columns) return;
     float sums[ROWS][COLUMNS] = {};
@@ -55,6 +55,8 @@ __device__ __forceinline__ void multiply_few_rows(const float* a, const float* b
                                                   int columns, int depth, i64 lda, i64 ldb, Keep keep) {
     if (rows == 1) multiply_rows<1, V>(a, b, bias, rows, columns, depth, lda, ldb, keep);
     else if (rows == 2) multiply_rows<2, V>(a, b, bias, rows, columns, depth, lda, ldb, keep);
-    else if (rows <= 4) multiply_rows<4, V>(a, b, bias, rows, columns, depth, lda, ldb, keep);
-    else multiply_rows<8, V>(a, b, bias, rows, columns, depth, lda, ldb, keep);
+    else  // four rows at a time: eight leave registers for few loads of b, 77 µs where four take 22 of 4096 x 4096
+        for (int m = 0; m < rows; m += 4)
+            multiply_rows<4, V>(a + m * lda, b, bias, min(4, rows - m), columns, depth, lda, ldb,
+                                [&](int row, int column, float value) { keep(m + row, column, value); });
 }
