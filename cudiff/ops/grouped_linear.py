@@ -11,7 +11,7 @@ import numpy as np
 
 from cudiff.backend import Array, float32
 from cudiff.cuda.accumulate import gradient_target
-from cudiff.cuda.kernels.gemm.matmul import FEW_ROWS, few_rows_blocks
+from cudiff.cuda.kernels.gemm.matmul import few_rows_blocks
 from cudiff.cuda.kernels.gemm.product import Epilogue, sum_splits
 from cudiff.cuda.launch import blocks, empty, launch
 from cudiff.function import Function
@@ -23,7 +23,7 @@ from cudiff.tensor import Tensor
 
 __all__ = ["grouped_linear"]
 
-GROUPS = 64  # of one launch
+GROUPS, FEW_ROWS = 64, 4  # of one launch; of its kernel for few rows
 TILE, DX_TILE, DWEIGHT_TILE = 16, 32, 64  # rows and columns of out, dx and a dweight that a block computes
 
 
@@ -91,7 +91,7 @@ class GroupedLinear(Function):
         ctx.parts = parts
         rows, outputs = len(x), max(map(len, weights)) // parts
         name, tiles = "forward", (blocks(rows, TILE), blocks(outputs, TILE))
-        if 0 < rows <= FEW_ROWS:
+        if 0 < rows <= FEW_ROWS:  # with 22 layers of 1,536 inputs 4 rows take 47 µs, and 8 rows 99, by tiles 67
             name, tiles = "few_rows", (few_rows_blocks(rows, outputs), 1)
         for batch in _batches(groups):
             _launch(name, batch, tiles, x, silu)
