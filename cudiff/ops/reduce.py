@@ -182,8 +182,13 @@ def sum_rows_cuda(x: Array, into: Slot | None, sums: Array | None = None) -> Arr
 
 
 def _spread_cuda(name: str, operands: tuple, dx: Array, numbers: tuple, spans: tuple[int, int, int]) -> Array:
+    """Write or add the gradient of x, dx. operands: the result's gradient, then x where the kernel takes it."""
+    _, count, inner = spans
+    row = count if inner == 1 else inner
+    vec = aligned(dx, row) and all(aligned(x, row) for x in operands[1:2])
     args = (*operands, dx, *numbers, *map(np.int64, spans))
-    launch("reduce", name, blocks(dx.size, 1024), 256, args, T=dx.dtype, OUT=operands[0].dtype, VEC=0)
+    per_block = 256 * (16 // dx.itemsize if vec else 4)
+    launch("reduce", name, blocks(dx.size, per_block), 256, args, T=dx.dtype, OUT=operands[0].dtype, VEC=int(vec))
     return dx
 
 

@@ -7,7 +7,8 @@
 //                 axis. Where there are several, a second launch reduces their results.
 // Everything is accumulated in float; in the *_whole kernels, whose T and OUT hold integers, in 64-bit integers. The order
 // depends on the shape and on VEC. NaN wins over every number in maximum and minimum.
-// VEC=1: inner and the address of x are multiples of a 16-byte pack; each thread reads one pack at a time.
+// VEC=1: inner and the address of x are multiples of a 16-byte pack; each thread reads one pack at a time. In the *_backward
+// kernels also where inner is 1 and `reduce` is such a multiple; dx's address is.
 // Launch: block (columns, lanes, rows), powers of two, product at most 256; gridDim.x = CEIL_DIV(outer, rows) *
 // CEIL_DIV(inner, columns * V). cumsum as it says. The *_backward kernels are grid-stride loops: any launch shape.
 #include "common.cuh"
@@ -247,33 +248,38 @@ __device__ __forceinline__ i64 column_of(i64 e, i64 reduce, i64 inner, i64 n) {
     return e / (reduce * inner) * inner + e % inner;
 }
 
-// dx[e] = value(e, column), or += where `accumulate`.
+// dx[e] = value(x[e], column), or += where `accumulate`. x may be null.
 template <typename F>
-__device__ __forceinline__ void spread_to(T* dx, int accumulate, i64 outer, i64 reduce, i64 inner, F value) {
-    i64 n = outer * reduce * inner;
-    for (i64 e = (i64)blockIdx.x * blockDim.x + threadIdx.x; e < n; e += (i64)gridDim.x * blockDim.x) {
-        float result = value(e, column_of(e, reduce, inner, n));
-        dx[e] = from_float<T>(accumulate ? to_float(dx[e]) + result : result);
+__device__ __forceinline__ void spread_to(T* dx, const T* x, int accumulate, i64 outer, i64 reduce, i64 inner, F value) {
+    i64 n = outer * reduce * inner, next = inner > 1;  // neighbours have neighbouring columns, or one
+    for (i64 e = ((i64)blockIdx.x * blockDim.x + threadIdx.x) * V; e < n; e += (i64)gridDim.x * blockDim.x * V) {
+        i64 column = column_of(e, reduce, inner, n);
+        Columns own = x ? *reinterpret_cast<const Columns*>(x + e) : Columns{};
+        Columns result = accumulate ? *reinterpret_cast<const Columns*>(dx + e) : Columns{};
+#pragma unroll
+        for (int k = 0; k < V; k++) {
+            float v = value(to_float(own.v[k]), column + k * next);
+            result.v[k] = from_float<T>(accumulate ? to_float(result.v[k]) + v : v);
+        }
+        *reinterpret_cast<Columns*>(dx + e) = result;
     }
 }
 
 extern "C" __global__ void sum_backward(const T* dout, T* dx, float scale, int accumulate, i64 outer, i64 reduce, i64 inner) {
     wait_for_previous();
-    spread_to(dx, accumulate, outer, reduce, inner, [=](i64, i64 c) { return scale * to_float(dout[c]); });
+    spread_to(dx, nullptr, accumulate, outer, reduce, inner, [=](float, i64 c) { return scale * to_float(dout[c]); });
 }
 // The elements equal to the extreme share its gradient; `ties` (float) counts them.
 extern "C" __global__ void extreme_backward(const T* dout, const T* x, const T* extreme, const float* ties, T* dx,
                                             int accumulate, i64 outer, i64 reduce, i64 inner) {
     wait_for_previous();
-    spread_to(dx, accumulate, outer, reduce, inner, [=](i64 e, i64 c) {
-        return to_float(x[e]) == to_float(extreme[c]) ? to_float(dout[c]) / ties[c] : 0.0f;
+    spread_to(dx, x, accumulate, outer, reduce, inner, [=](float x, i64 c) {
+        return x == to_float(extreme[c]) ? to_float(dout[c]) / ties[c] : 0.0f;
     });
 }
 // scale is 2 / (reduce - ddof).
 extern "C" __global__ void variance_backward(const OUT* dout, const T* x, const float* mean, T* dx, float scale,
                                              int accumulate, i64 outer, i64 reduce, i64 inner) {
     wait_for_previous();
-    spread_to(dx, accumulate, outer, reduce, inner, [=](i64 e, i64 c) {
-        return scale * to_float(dout[c]) * (to_float(x[e]) - mean[c]);
-    });
+    spread_to(dx, x, accumulate, outer, reduce, inner, [=](float x, i64 c) { return scale * to_float(dout[c]) * (x - mean[c]); });
 }

@@ -14,6 +14,7 @@ CASES = [
     ((), None), ((1,), 0), ((7,), None), ((5, 3), 0), ((5, 3), 1), ((5, 3), ()), ((3, 4, 5), (0, 2)),
     ((3, 4, 5), (0, 1)), ((3, 4, 5), -2), ((2, 3, 1, 5), (1, 3)), ((2, 3, 4, 5), (0, 2)), ((2, 17, 19, 3), (0, 1, 2)),
     ((700, 33), 0), ((3, 5000), 1), ((2, 3000, 2), 1),
+    ((3, 6, 16), 1),
 ]
 FUNCTIONS = ["sum", "mean", "max", "min"]
 
@@ -82,7 +83,7 @@ def test_nan_wins(device):
     assert np.isnan(cudiff.min(x, 1).numpy()).tolist() == [True, False]
 
 
-@pytest.mark.parametrize("shape, axis", [((4, 9), 1), ((2, 3, 4), (0, 2))], ids=str)
+@pytest.mark.parametrize("shape, axis", [((4, 9), 1), ((2, 3, 4), (0, 2)), ((4, 8), 1), ((3, 16), 0)], ids=str)
 def test_gradients_are_added_to_what_is_there(shape, axis, device, rng):
     x = rng.standard_normal(shape)
 
