@@ -25,6 +25,19 @@ from cudiff.values import flag
 __all__ = ["amax", "amin", "max", "mean", "min", "ptp", "std", "sum", "var"]
 
 MOST_ROWS = 1024  # of a deferred sum: few threads add them up
+SHORT = 32  # elements of a row that NumPy takes by columns
+
+
+def reduced(function: np.ufunc, x: np.ndarray, axes: int | tuple[int, ...]) -> np.ndarray:
+    """function.reduce(x) over `axes`, which stay as 1; in float32 and wider. Short rows are taken column by column: the
+    maxima of 400,000 rows of 10 take 2 ms on one core, and 16 row by row."""
+    last = axes if isinstance(axes, tuple) else (axes,)
+    if last not in ((-1,), (x.ndim - 1,)) or not 1 < x.shape[-1] <= SHORT or x.size < 64 * SHORT:
+        return function.reduce(x, axis=axes, keepdims=True)
+    out = function(x[..., 0], x[..., 1])
+    for i in range(2, x.shape[-1]):
+        function(out, x[..., i], out=out)
+    return out[..., None]
 
 
 def normalize_axes(axis: int | tuple[int, ...] | None, ndim: int) -> tuple[int, ...]:
@@ -242,7 +255,7 @@ class Extreme(Function):
 
     @staticmethod
     def forward_numpy(ctx, x, axes, keepdims, sign):
-        out = (np.max if sign > 0 else np.min)(x, axis=axes, keepdims=True)
+        out = reduced(np.maximum if sign > 0 else np.minimum, x, axes)
         ctx.axes = axes
         ctx.save(x, out)
         return out.reshape(left(x.shape, axes, keepdims))

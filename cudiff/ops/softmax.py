@@ -26,7 +26,7 @@ from cudiff.ops.cast import (
 )
 from cudiff.ops.compare import equal, not_equal
 from cudiff.ops.order import OneHot
-from cudiff.ops.reduce import normalize_axis, power_of_two, span, sum
+from cudiff.ops.reduce import normalize_axis, power_of_two, reduced, span, sum
 from cudiff.ops.shape import expand_dims
 from cudiff.tensor import Tensor
 
@@ -35,8 +35,8 @@ __all__ = ["cross_entropy", "log_softmax", "nll_loss", "softmax"]
 
 def log_softmax_numpy(x: np.ndarray, axis: int = -1) -> np.ndarray:
     """x - log(sum(exp(x))) over `axis`."""
-    out = x - x.max(axis, keepdims=True)
-    out -= np.log(np.exp(out).sum(axis, keepdims=True))
+    out = x - reduced(np.maximum, x, axis)
+    out -= np.log(reduced(np.add, np.exp(out), axis))
     return out
 
 
@@ -54,7 +54,7 @@ class Softmax(Function):
     @staticmethod
     def backward_numpy(ctx, dout, needs, into):
         (p,), wide = ctx.saved, upcast(dout)
-        total = (wide if ctx.log else p * wide).sum(ctx.axis, keepdims=True)
+        total = reduced(np.add, wide if ctx.log else p * wide, ctx.axis)
         return (downcast(wide - p * total if ctx.log else p * (wide - total), dout.dtype),)
 
     @staticmethod
