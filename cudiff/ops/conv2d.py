@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +20,7 @@ from cudiff.cuda.kernels.convolution.problem import LONGEST, Operands, Pair
 from cudiff.cuda.kernels.gemm.product import Epilogue, as_float32
 from cudiff.cuda.launch import empty
 from cudiff.function import Function
+from cudiff.ops import depthwise
 from cudiff.ops.cast import require_floats
 from cudiff.ops.pad import pad
 from cudiff.ops.reduce import sum_array, sum_rows_cuda
@@ -102,9 +103,11 @@ def fprop_numpy(x: np.ndarray, weight: np.ndarray, stride: Pair, padding: Pair, 
                 groups: int = 1) -> np.ndarray:
     """Convolution: x (N, H, W, C), weight (K, R, S, C / groups) → (N, Ho, Wo, K)."""
     size = out_size(x.shape[1:3], weight.shape[1:3], stride, padding, dilation)
+    if 1 < groups == x.shape[3] == len(weight):
+        return depthwise.fprop(x, weight, size, stride, padding, dilation)
     if (dilation, groups) != ((1, 1), 1):
         matrices = _matrices(weight, groups)
-        taps = _taps(_by_group(x, groups, padding), weight.shape[1:3], size, stride, dilation)
+        taps = depthwise.taps(_by_group(x, groups, padding), weight.shape[1:3], size, stride, dilation)
         return _from_groups(sum(tap @ matrices[r, s][:, None] for r, s, tap in taps))
     return _correlate(x, weight, size, stride, padding, (1, 1))
 
@@ -127,12 +130,14 @@ def _correlate(x: np.ndarray, weight: np.ndarray, size: Pair, stride: Pair, offs
 def dgrad_numpy(dout: np.ndarray, weight: np.ndarray, size: Pair, stride: Pair, padding: Pair,
                 dilation: Pair = (1, 1), groups: int = 1) -> np.ndarray:
     """Gradient of the input (N, *size, C): dout dilated by the stride, convolved with the flipped weight."""
+    if 1 < groups == dout.shape[3] and weight.shape[3] == 1:
+        return depthwise.dgrad(dout, weight, size, stride, padding, dilation)
     if (dilation, groups) != ((1, 1), 1):
         matrices, grouped = _matrices(weight, groups), _by_group(dout, groups, (0, 0))
         (top, left), (height, width) = padding, size
         room = groups, len(dout), height + 2 * top, width + 2 * left, weight.shape[3]
         dx = np.zeros(room, dout.dtype)
-        for r, s, tap in _taps(dx, weight.shape[1:3], dout.shape[1:3], stride, dilation):
+        for r, s, tap in depthwise.taps(dx, weight.shape[1:3], dout.shape[1:3], stride, dilation):
             tap += grouped @ matrices[r, s][:, None].swapaxes(-1, -2)
         return _from_groups(dx[:, :, top : top + height, left : left + width])
     offset = (weight.shape[1] - 1 - padding[0], weight.shape[2] - 1 - padding[1])
@@ -144,11 +149,13 @@ def dgrad_numpy(dout: np.ndarray, weight: np.ndarray, size: Pair, stride: Pair, 
 def wgrad_numpy(x: np.ndarray, dout: np.ndarray, kernel: Pair, stride: Pair, padding: Pair, dilation: Pair = (1, 1),
                 groups: int = 1) -> np.ndarray:
     """Gradient of the weight (K, R, S, C / groups): sum over pixels of dout times the patch of x under the kernel."""
+    if 1 < groups == x.shape[3] == dout.shape[3]:
+        return depthwise.wgrad(x, dout, kernel, stride, padding, dilation)
     if (dilation, groups) != ((1, 1), 1):
         channels, size = x.shape[3] // groups, dout.shape[1:3]
         columns = _by_group(dout, groups, (0, 0)).reshape(groups, -1, dout.shape[3] // groups).swapaxes(1, 2)
         dweight = np.empty((dout.shape[3], *kernel, channels), x.dtype)
-        for r, s, tap in _taps(_by_group(x, groups, padding), kernel, size, stride, dilation):
+        for r, s, tap in depthwise.taps(_by_group(x, groups, padding), kernel, size, stride, dilation):
             dweight[:, r, s] = (columns @ tap.reshape(groups, -1, channels)).reshape(-1, channels)
         return dweight
     outputs, length = dout.shape[3], kernel[0] * kernel[1] * x.shape[3]
@@ -201,7 +208,7 @@ def gradients_numpy(x: np.ndarray, weight: np.ndarray, dout: np.ndarray, padding
 
 def _by_group(image: np.ndarray, groups: int, padding: Pair) -> np.ndarray:
     """An image (N, H, W, C) with zeros around it as (groups, N, height, width, C / groups)."""
-    padded = np.pad(image, ((0, 0), *((p, p) for p in padding), (0, 0)))
+    padded = depthwise.padded(image, padding)
     return np.ascontiguousarray(np.moveaxis(padded.reshape(*padded.shape[:3], groups, padded.shape[3] // groups), 3, 0))
 
 
@@ -214,17 +221,6 @@ def _matrices(weight: np.ndarray, groups: int) -> np.ndarray:
     """A weight (K, R, S, C) as a matrix for each tap and group: (R, S, groups, 1, C, K / groups)."""
     k, *taps, channels = weight.shape
     return weight.reshape(groups, 1, k // groups, *taps, channels).transpose(3, 4, 0, 1, 5, 2)
-
-
-def _taps(padded: np.ndarray, kernel: Pair, size: Pair, stride: Pair,
-          dilation: Pair) -> Iterator[tuple[int, int, np.ndarray]]:
-    """Yields each tap (r, s) with its pixels in all `size` windows, a view of padded (groups, N, ., ., C)."""
-    for r, s in np.ndindex(*kernel):
-        rows, columns = (
-            slice(place * gap, place * gap + step * (count - 1) + 1, step)
-            for place, gap, step, count in zip((r, s), dilation, stride, size, strict=True)
-        )
-        yield r, s, padded[:, :, rows, columns]
 
 
 @functools.cache
