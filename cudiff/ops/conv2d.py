@@ -43,25 +43,25 @@ def _workspace(count: int, dtype: np.dtype) -> np.ndarray:
     return held[: count * dtype.itemsize].view(dtype)
 
 
-def _canvas(x: np.ndarray, size: Pair, offset: Pair, step: Pair) -> np.ndarray:
-    """Zeros (N, *size, C) with x's pixel (i, j) at offset + step·(i, j), where that lies inside."""
-    if x.shape[1:3] == size and offset == (0, 0) and step == (1, 1):
+def _canvas(x: np.ndarray, size: Pair, offset: Pair) -> np.ndarray:
+    """Zeros (N, *size, C) with x's pixel (i, j) at offset + (i, j), where that lies inside."""
+    if x.shape[1:3] == size and offset == (0, 0):
         return x
     canvas = np.zeros((x.shape[0], *size, x.shape[3]), x.dtype)
-    source, target = _inside(x.shape[1:3], size, offset, step)
+    source, target = _inside(x.shape[1:3], size, offset)
     canvas[target] = x[source]
     return canvas
 
 
 @functools.lru_cache(1024)
-def _inside(lengths: Pair, size: Pair, offset: Pair, step: Pair) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+def _inside(lengths: Pair, size: Pair, offset: Pair) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
     """Which pixels of an image of these lengths lie inside a canvas (see `_canvas`), and where there."""
     source, target = [slice(None)], [slice(None)]
-    for length, room, start, pace in zip(lengths, size, offset, step, strict=True):
-        first = max(0, -(start // pace))
-        last = max(first, min(length, (room - 1 - start) // pace + 1))
+    for length, room, start in zip(lengths, size, offset, strict=True):
+        first = max(0, -start)
+        last = max(first, min(length, room - start))
         source.append(slice(first, last))
-        target.append(slice(start + first * pace, start + last * pace, pace))
+        target.append(slice(start + first, start + last))
     return tuple(source), tuple(target)
 
 
@@ -76,16 +76,16 @@ def _blocks(images: int, size: Pair, pixel_bytes: int) -> list[tuple[slice, slic
     return [(part, row) for part in parts for row in rows]
 
 
-def _patches(x: np.ndarray, block: tuple[slice, slice], kernel: Pair, width: int, stride: Pair, offset: Pair,
-             step: Pair) -> np.ndarray:
+def _patches(x: np.ndarray, block: tuple[slice, slice], kernel: Pair, width: int, stride: Pair,
+             offset: Pair) -> np.ndarray:
     """The patch matrix of a block, a row (R·S·C) for each output pixel. This thread's next call overwrites it.
 
-    x's pixel (i, j) lies at offset + step·(i, j), zeros elsewhere.
+    x's pixel (i, j) lies at offset + (i, j), zeros elsewhere.
     """
     images, rows = block
     height, channels = rows.stop - rows.start, x.shape[3]
     room = ((height - 1) * stride[0] + kernel[0], (width - 1) * stride[1] + kernel[1])
-    canvas = _canvas(x[images], room, (offset[0] - rows.start * stride[0], offset[1]), step)
+    canvas = _canvas(x[images], room, (offset[0] - rows.start * stride[0], offset[1]))
     if kernel == stride == (1, 1):
         return canvas.reshape(-1, channels)
     canvas = np.ascontiguousarray(canvas)
@@ -109,17 +109,17 @@ def fprop_numpy(x: np.ndarray, weight: np.ndarray, stride: Pair, padding: Pair, 
         matrices = _matrices(weight, groups)
         taps = depthwise.taps(_by_group(x, groups, padding), weight.shape[1:3], size, stride, dilation)
         return _from_groups(sum(tap @ matrices[r, s][:, None] for r, s, tap in taps))
-    return _correlate(x, weight, size, stride, padding, (1, 1))
+    return _correlate(x, weight, size, stride, padding)
 
 
-def _correlate(x: np.ndarray, weight: np.ndarray, size: Pair, stride: Pair, offset: Pair, step: Pair) -> np.ndarray:
-    """`size` sums of products, `stride` apart, of the weight and x, whose pixels lie `step` apart from `offset` on."""
+def _correlate(x: np.ndarray, weight: np.ndarray, size: Pair, stride: Pair, offset: Pair) -> np.ndarray:
+    """`size` sums of products, `stride` apart, of the weight and x, whose pixels lie from `offset` on."""
     outputs, kernel = weight.shape[0], weight.shape[1:3]
     matrix = weight.reshape(outputs, -1).T
     out = np.empty((x.shape[0], *size, outputs), x.dtype)
 
     def multiply(block: tuple[slice, slice]) -> None:
-        patches = _patches(x, block, kernel, size[1], stride, offset, step)
+        patches = _patches(x, block, kernel, size[1], stride, offset)
         np.matmul(patches, matrix, out=out[block].reshape(-1, outputs))
 
     parallel_map(multiply, _blocks(x.shape[0], size, matrix.shape[0] * x.itemsize))
@@ -129,10 +129,12 @@ def _correlate(x: np.ndarray, weight: np.ndarray, size: Pair, stride: Pair, offs
 @unflagged
 def dgrad_numpy(dout: np.ndarray, weight: np.ndarray, size: Pair, stride: Pair, padding: Pair,
                 dilation: Pair = (1, 1), groups: int = 1) -> np.ndarray:
-    """Gradient of the input (N, *size, C): dout dilated by the stride, convolved with the flipped weight."""
+    """Gradient of the input (N, *size, C): of stride 1 dout convolved with the flipped weight."""
     if 1 < groups == dout.shape[3] and weight.shape[3] == 1:
         return depthwise.dgrad(dout, weight, size, stride, padding, dilation)
-    if (dilation, groups) != ((1, 1), 1):
+    if groups == 1 and (stride, dilation) != ((1, 1), (1, 1)):
+        return _scatter(dout, weight, size, stride, padding, dilation)
+    if groups > 1:
         matrices, grouped = _matrices(weight, groups), _by_group(dout, groups, (0, 0))
         (top, left), (height, width) = padding, size
         room = groups, len(dout), height + 2 * top, width + 2 * left, weight.shape[3]
@@ -142,7 +144,25 @@ def dgrad_numpy(dout: np.ndarray, weight: np.ndarray, size: Pair, stride: Pair, 
         return _from_groups(dx[:, :, top : top + height, left : left + width])
     offset = (weight.shape[1] - 1 - padding[0], weight.shape[2] - 1 - padding[1])
     flipped = np.ascontiguousarray(weight[:, ::-1, ::-1].transpose(3, 1, 2, 0))
-    return _correlate(dout, flipped, size, (1, 1), offset, stride)
+    return _correlate(dout, flipped, size, (1, 1), offset)
+
+
+def _scatter(dout: np.ndarray, weight: np.ndarray, size: Pair, stride: Pair, padding: Pair,
+             dilation: Pair) -> np.ndarray:
+    """The same with a stride or a dilation: each pixel of dout adds its product with the weight to its window."""
+    (outputs, *kernel, channels), (top, left), (height, width) = weight.shape, padding, size
+    dx = np.zeros((len(dout), height + 2 * top, width + 2 * left, channels), dout.dtype)
+    rows = [np.ascontiguousarray(weight[:, r]).reshape(outputs, -1) for r in range(kernel[0])]
+
+    def images(part: slice) -> None:
+        products = dout[part].reshape(-1, outputs)
+        for r, s, tap in depthwise.taps(dx[part], (kernel[0], kernel[1]), dout.shape[1:3], stride, dilation):
+            if s == 0:
+                of_row = (products @ rows[r]).reshape(*tap.shape[:3], kernel[1], channels)
+            tap += of_row[..., s, :]
+
+    parallel_map(images, cut(len(dout), dx[:1].nbytes))
+    return np.ascontiguousarray(dx[:, top : top + height, left : left + width])
 
 
 @unflagged
@@ -162,7 +182,7 @@ def wgrad_numpy(x: np.ndarray, dout: np.ndarray, kernel: Pair, stride: Pair, pad
     blocks = _blocks(dout.shape[0], dout.shape[1:3], length * x.itemsize)
 
     def product(block: tuple[slice, slice]) -> Array:
-        patches = _patches(x, block, kernel, dout.shape[2], stride, padding, (1, 1))
+        patches = _patches(x, block, kernel, dout.shape[2], stride, padding)
         return dout[block].reshape(-1, outputs).T @ patches
 
     return _sum_over(blocks, product).reshape(outputs, *kernel, x.shape[3])
@@ -194,7 +214,7 @@ def gradients_numpy(x: np.ndarray, weight: np.ndarray, dout: np.ndarray, padding
     dx = np.empty(x.shape, x.dtype) if needs[0] else None
 
     def product(block: tuple[slice, slice]) -> Array | None:
-        patches = _patches(dout, block, (kernel[0], kernel[1]), width, (1, 1), offset, (1, 1))
+        patches = _patches(dout, block, (kernel[0], kernel[1]), width, (1, 1), offset)
         if dx is not None:
             np.matmul(patches, matrix, out=dx[block].reshape(-1, channels))
         return patches.T @ x[block].reshape(-1, channels) if needs[1] else None
