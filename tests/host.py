@@ -173,6 +173,7 @@ class Host(ModuleType):
             get_current_stream=lambda: stream, Stream=lambda **options: stream, Event=lambda **options: None,
             Device=lambda device=0: SimpleNamespace(id=device, compute_capability="75" if turing else "90",
                                                     attributes=facts),
+            memory=SimpleNamespace(OutOfMemoryError=MemoryError),
             runtime=SimpleNamespace(
                 getDevice=lambda: 0, memGetInfo=lambda: (1 << 36, 1 << 36),
                 getDeviceProperties=lambda device: {"name": b"NVIDIA H200"},

@@ -8,7 +8,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from cudiff.diffusion import ImageNoise, Sampler, sample_euler
+from cudiff import ops
+from cudiff.diffusion import EDMDenoiser, Euler, ImageNoise, Sampler, sample_euler, samplers
+from cudiff.diffusion.denoiser import blended
 from cudiff.diffusion.samplers import Plan
 from cudiff.errors import CudiffError
 from cudiff.function import Function
@@ -144,6 +146,94 @@ def test_the_last_step_makes_the_bytes_that_came_of_its_image(device, changes, s
             expected = made
     assert np.abs(np.subtract(made, expected, dtype=int)).max() <= 1 and np.std(made[1]) > 5
     assert seen == 2 * list(range(steps))
+
+
+class OwnStep(Euler):
+    """A step that ends elsewhere than the library's plan says."""
+
+    def step(self, x, numbers, noise, labels):
+        x, denoised = Euler.step(self, x, numbers, noise, labels)
+        return ops.clip(x, -0.2, 0.2), denoised
+
+
+class OwnBoth(OwnStep):
+    """A plan that passes on what the library's says."""
+
+    def plan(self, sigmas):
+        return [plan._replace(numbers=list(plan.numbers)) for plan in super().plan(sigmas)]
+
+    def step(self, x, numbers, noise, labels):
+        return super().step(x, numbers, noise, labels)
+
+
+class OwnNoise(Euler):
+    def plan(self, sigmas):
+        return [plan._replace(numbers=[*plan.numbers[:2], 2.0], noisy=True) for plan in super().plan(sigmas)]
+
+
+class OwnEstimate(EDMDenoiser):
+    def __call__(self, x, sigma, labels=None):
+        return ops.clip(super().__call__(x, sigma, labels), -0.2, 0.2)
+
+
+class Wrapper:
+    frame = blended = None  # names of its own
+
+    def __init__(self, own):
+        self.own = own
+
+    def __getattr__(self, name):
+        return getattr(self.own, name)
+
+    def __call__(self, x, sigma, labels=None):
+        return ops.clip(self.own(x, sigma, labels), -0.2, 0.2)
+
+
+@pytest.mark.parametrize("guidance", [1.0, 2.5])
+@pytest.mark.parametrize("sampler, denoiser", [
+    (OwnStep, None), (OwnBoth, None), (OwnNoise, None), (Euler, lambda own: OwnEstimate(own.net)), (Euler, Wrapper),
+])
+def test_a_last_step_of_one_s_own_is_made(device, monkeypatch, sampler, denoiser, guidance):
+    """Whatever classes above it say of theirs: as where a caller between steps has it made."""
+    monkeypatch.setitem(SAMPLERS, "mine", dataclasses.replace(
+        SAMPLERS["euler"], build=lambda denoiser, config, captured: sampler(denoiser, captured=captured)
+    ))
+    model = pipeline(device, guidance=guidance)
+    theirs, made = model.objective, []
+    if denoiser is not None:
+        model.objective = SimpleNamespace(denoiser=lambda net: denoiser(theirs.denoiser(net)), sigmas=theirs.sigmas)
+    for name, each_step in (("mine", None), ("mine", lambda step: None), ("euler", None)):
+        if name == "euler":
+            model.objective = theirs
+        stream = model.stream(2, sampler=name, steps=2, each_step=each_step)
+        made.append([stream.frame(PICTURE), next(stream)])
+    own, seen, others = np.array(made).astype(int)
+    assert np.abs(own - seen).max() <= 1 and np.abs(own - others).max() > 20
+
+
+def test_a_graph_a_step_takes_the_last_one_too(device, monkeypatch):
+    """Where all are too many launches for one graph: nothing of the network is launched by itself."""
+    if device == "cpu":
+        stand_in(monkeypatch)
+    model, calls = pipeline(device, sampler="euler"), []
+    theirs = model.objective.denoiser
+    model.objective = SimpleNamespace(
+        denoiser=lambda net: lambda *given: calls.append(1) or theirs(net)(*given), sigmas=model.objective.sigmas
+    )
+    monkeypatch.setattr(samplers, "MOST_LAUNCHES", -1)
+    stream = model.stream(2, steps=3)
+    made = [stream.frame(PICTURE), next(stream)]
+    calls.clear()
+    made.append(next(stream))
+    assert not calls
+    one = pipeline(device, sampler="euler", capture=False).stream(2, steps=3)
+    np.testing.assert_allclose([one.frame(PICTURE), next(one), next(one)], made, atol=1)
+
+
+def test_an_image_of_16_bits_has_room_for_its_sum(device):
+    image, last = Tensor(np.ones((2, 200, 200, 1), np.float16), device=device), np.zeros((2, 200, 200, 1), np.uint8)
+    frame, total = blended(image, Tensor(last, device=device), Tensor(np.zeros(1, np.float32), device=device))
+    assert total.numpy() == 80_000 and (frame.numpy() == 255).all()
 
 
 @pytest.mark.parametrize("changes, calls", [
@@ -294,16 +384,22 @@ def test_a_bad_change_leaves_a_stream_as_it_was():
     assert stream.last is None
 
 
-def test_models_of_latents_and_frames_that_are_not_finite():
+def test_models_of_latents_and_frames_that_are_not_finite(device):
     with pytest.raises(CudiffError, match="a stream is for pictures"):
         pipeline(channels=4).stream()
-    model = pipeline(capture=False)
-    stream = model.stream()
-    stream.frame(PICTURE)
-    model.net.out[2].bias.assign(np.full(1, np.nan, np.float32))
-    with pytest.raises(CudiffError, match="not finite"):
-        next(stream)
-    assert stream.number == 1
+    for guidance in (1.0, 2.5):
+        model = pipeline(device, capture=False, guidance=guidance)
+        stream = model.stream()
+        kept = stream.frame(PICTURE)
+        bias = model.net.out[2].bias
+        before = bias.numpy().copy()
+        for value in (np.nan, np.inf, -np.inf):
+            bias.assign(np.full(1, value, np.float32))
+            with pytest.raises(CudiffError, match="not finite"):
+                next(stream)
+            assert stream.number == 1 and stream.last is kept
+        bias.assign(before)
+        assert next(stream).std() > 5
 
 
 def test_a_caller_may_draw_on_a_frame():

@@ -47,7 +47,8 @@ class DDIM(Sampler):
         for sigma, sigma_next in pairwise(map(float, sigmas)):
             added = self.eta * math.sqrt(posterior_variance(sigma, sigma_next))
             numbers = [sigma, kept_deviation(sigma_next, added**2) / sigma, added]
-            plans.append(Plan(numbers, added > 0, to_image=sigma_next == 0 and not self.clip_denoised))
+            to_image = DDIM.step if sigma_next == 0 and not self.clip_denoised else None
+            plans.append(Plan(numbers, added > 0, to_image))
         return plans
 
     def step(self, x: Tensor, numbers: Tensor, noise: Tensor | None, labels: Tensor | None) -> tuple[Tensor, Tensor]:

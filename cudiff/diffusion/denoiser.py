@@ -12,6 +12,7 @@ from typing import Any
 from cudiff import ops
 from cudiff.backend import is_float
 from cudiff.errors import CudiffError
+from cudiff.ops.cast import as_wide
 from cudiff.tensor import Tensor
 
 Denoiser = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -42,12 +43,20 @@ class Checked:
 
 def blended(image: Tensor, last: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
     """`ops.blend_to_uint8`, and the image's sum, which shows values that are not finite."""
+    (image,) = as_wide(image)  # one of 16 bits has no room for its sum
     return ops.blend_to_uint8(image, last, share), ops.sum(image)
 
 
 def frame_of(denoiser: Any, x: Tensor, sigma: Tensor, labels: Tensor | None, last: Tensor,
              share: Tensor) -> tuple[Tensor, Tensor]:
-    """`blended` of D(x; sigma): where the denoiser has a `frame`, by that, with sums over parts of the image."""
-    if hasattr(denoiser, "frame"):
-        return denoiser.frame(x, sigma, labels, last, share)
+    """`blended` of D(x; sigma): by the denoiser's `blended_frame` where it has one, with sums of parts of the image."""
+    if has_frame(denoiser):
+        return denoiser.blended_frame(x, sigma, labels, last, share)
     return blended(denoiser(x, sigma, labels), last, share)
+
+
+def has_frame(denoiser: Any) -> bool:
+    """Whether the class that defines a denoiser's call has its `blended_frame` too. One that a class with another call
+    inherits, or that a wrapper passes on, would be of another estimate."""
+    caller = next((kind for kind in type(denoiser).__mro__ if "__call__" in vars(kind)), object)
+    return "blended_frame" in vars(caller)

@@ -35,7 +35,8 @@ class DPMSolver(Sampler):
         for (sigma, sigma_next), onward in zip(pairwise(map(float, sigmas)), extrapolations(sigmas), strict=True):
             variance = posterior_variance(sigma, sigma_next) if self.stochastic else 0.0
             ratio = kept_deviation(sigma_next, variance) / sigma
-            plans.append(Plan([sigma, ratio, math.sqrt(variance), onward], variance > 0, to_image=sigma_next == 0))
+            to_image = None if sigma_next else DPMSolver.step
+            plans.append(Plan([sigma, ratio, math.sqrt(variance), onward], variance > 0, to_image))
         return plans
 
     def step(self, x: Tensor, numbers: Tensor, noise: Tensor | None, labels: Tensor | None,

@@ -81,8 +81,8 @@ class EDMDenoiser:
         sigma = noise_levels(sigma, x)
         return ops.edm_output(x, self._out(x, sigma, labels), sigma, *self.data)
 
-    def frame(self, x: Tensor, sigma: Tensor, labels: Tensor | None, last: Tensor, share: Tensor,
-              guidance: Any = None) -> tuple[Tensor, Tensor]:
+    def blended_frame(self, x: Tensor, sigma: Tensor, labels: Tensor | None, last: Tensor, share: Tensor,
+                      guidance: Any = None) -> tuple[Tensor, Tensor]:
         """The frame of D(x; sigma), and sums: `ops.edm_frame`, one kernel after the network."""
         return ops.edm_frame(x, self._out(x, sigma, labels), sigma, last, share, *self.data, guidance)
 

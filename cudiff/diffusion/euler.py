@@ -43,7 +43,8 @@ class Euler(Sampler):
             numbers = [sigma_hat, sigma_next / sigma_hat, added]
             if self.second_order and sigma_next > 0:
                 numbers += [sigma_next, 1 / sigma_hat, 1 / sigma_next, 0.5 * (sigma_next - sigma_hat)]
-            plans.append(Plan(numbers, sigma_hat > sigma, to_image=sigma_next == 0 and sigma_hat == sigma))
+            to_image = Euler.step if sigma_next == 0 and sigma_hat == sigma else None
+            plans.append(Plan(numbers, sigma_hat > sigma, to_image))
         return plans
 
     def step(self, x: Tensor, numbers: Tensor, noise: Tensor | None, labels: Tensor | None) -> tuple[Tensor, Tensor]:

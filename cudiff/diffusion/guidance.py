@@ -9,7 +9,7 @@ import numpy as np
 
 from cudiff import ops
 from cudiff.backend import copy_into, float32
-from cudiff.diffusion.denoiser import blended, frame_of, per_sample
+from cudiff.diffusion.denoiser import blended, frame_of, has_frame, per_sample
 from cudiff.errors import CudiffError
 from cudiff.ops.cast import as_index
 from cudiff.ops.random import Generator, Purpose
@@ -98,14 +98,14 @@ class Guided:
         denoised, fraction = self.denoiser.with_variance(*self._doubled(x, sigma, labels))
         return self._guide(denoised, sigma), ops.split(fraction, 2, axis=0)[0]
 
-    def frame(self, x: Tensor, sigma: Tensor, labels: Tensor | None, last: Tensor,
-              share: Tensor) -> tuple[Tensor, Tensor]:
-        """`frame_of` the guided estimate: by the denoiser's own `frame` where it is guided by a number alone."""
+    def blended_frame(self, x: Tensor, sigma: Tensor, labels: Tensor | None, last: Tensor,
+                      share: Tensor) -> tuple[Tensor, Tensor]:
+        """`frame_of` the guided estimate: by the denoiser's `blended_frame` where it is guided by a number alone."""
         if labels is None or self.guidance == 1:
             return frame_of(self.denoiser, x, sigma, labels, last, share)
-        if any(self.form[1:]) or not hasattr(self.denoiser, "frame"):
+        if any(self.form[1:]) or not has_frame(self.denoiser):
             return blended(self(x, sigma, labels), last, share)
-        return self.denoiser.frame(*self._doubled(x, sigma, labels), last, share, self._numbers[0])
+        return self.denoiser.blended_frame(*self._doubled(x, sigma, labels), last, share, self._numbers[0])
 
     def _doubled(self, x: Tensor, sigma: Tensor | float, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         labels = as_index("guidance", labels, x.device)  # the null class has no place among bytes

@@ -81,8 +81,9 @@ class Plan(NamedTuple):
 
     numbers: list[float]
     noisy: bool
-    to_image: bool = False
-    """Whether the step ends in D(x; sigma) itself, sigma its first number, as one to 0: `Ends` may take its place"""
+    to_image: Callable[..., Any] | None = None
+    """The class' `step`, where it ends in D(x; sigma) itself, sigma its first number, as one to 0 does: `Ends` may take
+    its place. In a subclass with another `step` this says nothing."""
 
 
 class Ends(NamedTuple):
@@ -150,12 +151,15 @@ class Sampler:
         counters = noise.counters(len(plans)) if _is_like(noise, x, dtype) else None
         inputs = x, self._table(plans, x, dtype), counters, labels
         ends = ends or Ends(_first, _first, ())
-        if callback is not None or not plans[-1].to_image:
+        last, step = plans[-1], getattr(self.step, "__func__", self.step)
+        if callback is not None or last.noisy or last.to_image is not step:
             ends = ends._replace(denoise=None)  # a callback sees the last step
         if self._captured and callback is None and (counters is not None or not any(noisy for _, noisy in kinds)):
             images = self._at_once(kinds, ends, *inputs)
             if images is not None:
                 return images
+        if self._captured:
+            ends = ends._replace(denoise=None)  # the last step has a graph
         go = partial(self._go, self._one_step if self._captured else self._drawn_step, noise=noise, callback=callback)
         return self._whole(go, kinds, ends, *inputs, *ends.arrays)
 
@@ -192,7 +196,7 @@ class Sampler:
         if ends.denoise is None:
             return ends.finish(go(kinds, x, table, counters, labels), *arrays)
         x = go(kinds[:-1], x, table, counters, labels)
-        sigma = Tensor(table.data[-kinds[-1][0]])
+        sigma = Tensor(table.data[len(table) - kinds[-1][0]])
         return ends.denoise(self.denoiser, x, sigma, labels, *arrays)
 
     def _at_once(self, kinds: Kinds, ends: Ends, *inputs: Tensor | None) -> Any:

@@ -32,7 +32,7 @@ class UniPC(Sampler):
             corrections.append(_correction(h[step], h[step - 1] if step else None))
         pairs = pairwise(map(float, sigmas))
         return [
-            Plan([sigma, low / sigma, onward, *correction], False, to_image=low == 0)
+            Plan([sigma, low / sigma, onward, *correction], False, None if low else UniPC.step)
             for (sigma, low), onward, correction in zip(pairs, extrapolations(sigmas), corrections, strict=False)
         ]
 

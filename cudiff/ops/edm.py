@@ -216,7 +216,7 @@ def edm_frame(
     data_mean: float = 0.0, data_std: float = 1.0, guidance: float | Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`blend_to_uint8` of `edm_output`'s estimate of the image, last and share, uint8 (N, H, ...); and the estimate's
-    sums over all axes but the first two, float32 (N, H), which show values that are not finite.
+    sums over all axes but the first two, (N, H), which show values that are not finite: in float32, of float64 in that.
 
     guidance: x, out and sigma are of 2 N images, N with a class, then the same without; the estimate is that without,
     plus guidance times what the other is more. A number, or as share a float32 Tensor (1,), which each replay of a
@@ -225,8 +225,9 @@ def edm_frame(
     _check_output("edm_frame", x, out)
     if last.dtype != np.uint8:
         raise TypeError(f"edm_frame: last must be uint8, not {last.dtype}")
-    if (len(last) * (1 if guidance is None else 2), *last.shape[1:]) != x.shape or last.ndim < 2:
-        raise ValueError(f"edm_frame: x {x.shape} and last {last.shape} do not agree")
+    if last.ndim < 2 or (len(last) * (1 if guidance is None else 2), *last.shape[1:]) != x.shape:
+        of = "" if guidance is None else ": with guidance x is of twice as many images"
+        raise ValueError(f"edm_frame: x {x.shape} and last {last.shape} do not agree{of}")
     sigma, share = _levels("edm_frame", x, sigma), share_of("edm_frame", share, x.device)
     guidance = guidance if guidance is None else number_of("edm_frame: guidance", guidance, x.device)
     dtype = result_dtype(x, out)

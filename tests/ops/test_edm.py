@@ -113,7 +113,7 @@ def test_operands_must_agree():
         ("edm_frame", lambda: edm_frame(x, x[:, :2], levels[:2], last, 0.5, 0.5)),
         ("edm_frame", lambda: edm_frame(x, x, levels, last, 0.5, 0.5)),
         ("edm_frame", lambda: edm_frame(x, x, levels[:2], last[:1], 0.5, 0.5)),
-        ("edm_frame", lambda: edm_frame(x, x, levels[:2], last, 0.5, 0.5, guidance=2.0)),
+        ("edm_frame.*twice as many", lambda: edm_frame(x, x, levels[:2], last, 0.5, 0.5, guidance=2.0)),
         ("edm_frame: share is 0 to 1", lambda: edm_frame(x, x, levels[:2], last, 1.5, 0.5)),
     ):
         with pytest.raises(ValueError, match=name):
