@@ -27,6 +27,7 @@ BARRIER_BYTES = 1024
 MAP_BYTES = 1024  # of the affine maps of a norm's channels
 CLUSTERS = (1, 2, 4, 8)  # blocks of a cluster
 COLUMNS = (1, 3, 5, 7)  # of taps
+MOST_PARTS = 16  # blocks of a tile with stream-K: the one that begins it adds what the others leave, in turn
 MOST_SHARES = 3  # tiles of a block with stream-K: with more, whole ones took less time at 12 of 13 shapes
 
 
@@ -245,7 +246,7 @@ def fit(tile: Tile, shape: tuple[int, ...], outputs: int, kernel: tuple[int, int
         if everything > MOST_SHARES * multiprocessors():
             return None
         together = max(d for d in range(1, multiprocessors() + 1) if multiprocessors() % d == count % d == 0)
-        each = min(multiprocessors(), everything * (own + skips))
+        each = min(multiprocessors(), everything * min(own + skips, MOST_PARTS))
         iterations, finished = 2, 1 if everything <= each else 2  # it finishes the tiles that it begins
     if cluster > 1 and (iterations > 1 or cluster > own + skips or tile is not TILES[-1]):
         return None
