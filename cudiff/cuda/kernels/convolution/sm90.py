@@ -27,6 +27,7 @@ BARRIER_BYTES = 1024
 MAP_BYTES = 1024  # of the affine maps of a norm's channels
 CLUSTERS = (1, 2, 4, 8)  # blocks of a cluster
 COLUMNS = (1, 3, 5, 7)  # of taps
+MOST_PARTS = 16  # blocks of a tile with stream-K: the one that begins it adds what the others leave, in turn
 MOST_SHARES = 3  # tiles of a block with stream-K: with more, whole ones took less time at 12 of 13 shapes
 
 
@@ -233,7 +234,7 @@ def fit(tile: Tile, shape: tuple[int, ...], outputs: int, kernel: tuple[int, int
     room for three weights, because halo tiles are loaded row by row: with two, 128 channels at 64 x 64 take 69 µs, with
     a smaller tile 64. It is also None if a cluster's blocks cannot split the depth: each must have a step of it, and
     all clusters must run at once. Only the smallest tile is split, because larger ones gained nothing. There is no
-    plan with `stream_k` if the tiles fill the multiprocessors evenly, or a block has more than MOST_SHARES of them.
+    plan with `stream_k` if a block has more than MOST_SHARES tiles.
     """
     rows = min(shape[1], tile.pixels // 8)
     count = shape[0] * tiles_of(shape, rows)
@@ -242,10 +243,10 @@ def fit(tile: Tile, shape: tuple[int, ...], outputs: int, kernel: tuple[int, int
     each, together, finished = blocks(count, iterations), 0, min(2, iterations)
     if stream_k:
         everything = count * blocks(outputs, CHANNELS)
-        if everything % multiprocessors() == 0 or everything > MOST_SHARES * multiprocessors():
+        if everything > MOST_SHARES * multiprocessors():
             return None
         together = max(d for d in range(1, multiprocessors() + 1) if multiprocessors() % d == count % d == 0)
-        each = min(multiprocessors(), everything * (own + skips))
+        each = min(multiprocessors(), everything * min(own + skips, MOST_PARTS))
         iterations, finished = 2, 1 if everything <= each else 2  # it finishes the tiles that it begins
     if cluster > 1 and (iterations > 1 or cluster > own + skips or tile is not TILES[-1]):
         return None
