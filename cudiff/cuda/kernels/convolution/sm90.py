@@ -292,7 +292,7 @@ def time(chosen: Plan, shape: tuple[int, ...], outputs: int, kernel: tuple[int, 
     return 3.4 + iterations * (chosen.tile.iteration + taps * chosen.tile.step) + (0.7 if chosen.cluster > 1 else 0.0)
 
 
-plan = Planner("conv2d_sm90", plans, time)
+plan = Planner("conv2d_sm90", plans, time, version=2)
 
 
 def full_tiles(images: tuple[int, ...], apart: bool) -> tuple[int, int, int]:
