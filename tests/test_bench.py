@@ -335,7 +335,7 @@ def launched(monkeypatch):
     """What the operations would launch, given NumPy arrays: (stem, name, grid, args, constants)."""
     found = []
 
-    def launch(stem, name, grid, block, args, shared=0, **constants):
+    def launch(stem, name, grid, block, args, shared=0, cooperative=False, **constants):
         found.append((stem, name, grid if isinstance(grid, tuple) else (grid,), args, constants))
 
     for module in (sm90, wgrad_sm90, few_channels, product):
