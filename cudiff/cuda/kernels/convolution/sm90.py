@@ -27,8 +27,8 @@ BARRIER_BYTES = 1024
 MAP_BYTES = 1024  # of the affine maps of a norm's channels
 CLUSTERS = (1, 2, 4, 8)  # blocks of a cluster
 COLUMNS = (1, 3, 5, 7)  # of taps
-MOST_PARTS = 16  # blocks of a tile with stream-K: the one that begins it adds what the others leave, in turn
-MOST_SHARES = 3  # tiles of a block with stream-K: with more, whole ones took less time at 12 of 13 shapes
+MOST_PARTS = 16  # blocks of a tile with stream-K, not measured: the one that begins it adds what others leave, in turn
+MOST_SHARES = 3  # tiles of a block with stream-K: with more, whole ones took less time at 10 of 11 shapes
 
 
 class Tile(NamedTuple):
