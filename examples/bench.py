@@ -68,6 +68,7 @@ SECTIONS = {
     "U-Net tf32": Section(networks.unet_steps("tf32"), 2, 160),
     "DiT-B/4": Section(networks.dit_step("DiT-B/4 64x64"), 3, 250),
     "operations": Section(operations.operations, 3, 120),
+    "frames": Section(networks.frames, 3, 30),
     "DiT-XL/2": Section(networks.dit_step("DiT-XL/2 32x32x4"), 7, 400),
     "mnist": Section(networks.other_step("mnist 28x28"), 4, 110),
     "few images": Section(networks.other_step("U-Net 64x64, few images"), 4, 100),

@@ -238,6 +238,25 @@ def sampling(report: Report) -> None:
         report.add(f"{name}: later calls", sorted(times[2:])[5], unit="ms")
 
 
+def frames(report: Report) -> None:
+    """Frames of `Pipeline.stream`, to the host, of a real-time model of 1.0 billion parameters: one evaluation each."""
+    config = plain(PRESETS["elephants"], model_channels=448, num_head_channels=64)
+    net = build(config)
+    fill_zeros(config, net)
+    net.precision = "bf16"
+    model = Pipeline(config, net.eval().flatten("cuda", trainable=False))
+    for n in (2, 1):
+        stream, times = model.stream(n), []
+        with turns.alone():
+            for _ in range(204):
+                start = time.perf_counter()
+                next(stream)
+                times.append(1e3 * (time.perf_counter() - start))
+        for part in (50, 99):  # the first four draw a sampling, and record
+            report.add(f"1.0 billion parameters, 64x64, {n} frames at once, p{part}", np.percentile(times[4:], part),
+                       unit="ms")
+
+
 def cs179(report: Report) -> None:
     """The CS 179 U-Net on 28x28 images of one channel: one call of its denoiser, 16 images by as many of Euler's steps
     as its project takes, and a training step."""
