@@ -28,7 +28,7 @@
 //             multiple of 8, D1 is D or a multiple of CHUNK.
 //   bias, skip_bias   float (K), or null.
 //   emb       float (N, K), or null.
-//   sums      (N, tiles · CLUSTER, K), of each output tile, or of each block's share of it.
+//   sums      (N, tiles · CLUSTER, K), of each output tile, or of each block's share of it, or of each image of it.
 //             STATISTICS: the channel statistics of the rounded out, StatisticsOf<T>.
 //             NORM: float2, the sums of d_preact and of d_preact · addend, before rounding.
 // C and K are multiples of 8, or of 4 floats. No size is 0.
@@ -39,6 +39,9 @@
 //              results of a thread belong to two channels. With 256 columns the operands are read from shared memory least
 //              often. With fewer, shared memory's speed is the bound: 128 columns reach 0.92 of the speed of 256, and 64
 //              columns 0.63 (TILES in convolution/sm90.py).
+//   IMAGES     A tile may have several images of up to 8 columns, one below the other: smaller tiles would read the weights
+//              more often. A halo tile has R / 2 rows of zeros between two images, the padding of both. The rows of results
+//              there are computed, but not stored.
 //   Depth      The depth is walked in chunks of 64 channels, or 32 of floats. A stage of ring a is a halo tile: a chunk of
 //              rows + R - 1 by 8 + S - 1 pixels, padded with zeros by TMA. It serves all taps of the chunk, which differ only
 //              in where their operand starts. A stage of ring b has the weights of R vertical taps. Multiplying these is a
@@ -66,8 +69,8 @@
 //
 // Launch
 //   Grid       (any number of blocks; ceil(K / 64); CLUSTER), in clusters (tiles of all images; ceil(K / 64); CLUSTER), with no
-//              more blocks to a cluster than steps. tiles = ceil(W / 8) · ceil(H / rows). 384 threads, of which the last 127
-//              only give their registers to the consumers.
+//              more blocks to a cluster than steps. tiles = ceil(W / 8) · ceil(H / rows), of IMAGES images. 384 threads, of
+//              which the last 127 only give their registers to the consumers.
 //              STREAM_K: a cooperative launch of no more blocks than there are multiprocessors, and steps of all tiles. `together`
 //              divides the blocks and the tiles.
 //   parts      STREAM_K: float4 (blocks, PIXELS / 8, 128).
@@ -77,10 +80,11 @@
 //              out, addend {K, W, H, N}, box {CHUNK, 8, min(rows, SHARE), 1}; under SKIP addend {D, W, H, N}, box
 //              {CHUNK, 8, rows, 1}.
 //              Those of float x and weight round to tf32.
-//   Shared     1024 bytes of barriers, and as many for NORM's maps; `a_stages` halo tiles, at least two unless a block has one
-//              chunk in all; `b_stages` times the weights of R taps, at least two unless an iteration has one step; the results
-//              of one iteration, or of two if a block has several, each of at least two rows of a tile; in clusters an exchange
-//              workspace of 256 · PIXELS bytes.
+//   IMAGES     above 1 only without CLUSTER and UPSAMPLE, of images of one tile, of rows = H ≤ IMAGE_ROWS - R / 2.
+//   Shared     1024 bytes of barriers, and IMAGES times as many for NORM's maps; `a_stages` halo tiles, at least two unless a
+//              block has one chunk in all; `b_stages` times the weights of R taps, at least two unless an iteration has one
+//              step; the results of one iteration, or of two if a block has several, each of an even number of rows; in
+//              clusters an exchange workspace of 256 · PIXELS bytes.
 #include "affine.cuh"
 #include "cluster.cuh"
 #include "channel_statistics.cuh"
@@ -95,14 +99,15 @@ constexpr int ROW_BYTES = 128, CHUNK = ROW_BYTES / sizeof(T);  // bytes and chan
 constexpr int K_STEPS = ROW_BYTES / 32;  // of a chunk
 constexpr int TAP_BYTES = 64 * ROW_BYTES, WEIGHT_BYTES = R * TAP_BYTES;
 constexpr int SHARE = PIXELS / 8 / CLUSTER;  // rows of a tile that a block finishes
-constexpr int CHUNK_BYTES = (SHARE > 1 ? SHARE : 2) * 8 * ROW_BYTES;  // stmatrix writes two rows
+constexpr int CHUNK_BYTES = CEIL_DIV(SHARE, 2) * 2 * 8 * ROW_BYTES;  // stmatrix writes two rows
 constexpr int RESULT_BYTES = 64 / CHUNK * CHUNK_BYTES;
+constexpr int IMAGE_ROWS = (PIXELS / 8 + R / 2) / IMAGES;  // of a tile, from an image to the next: its own, and of zeros R / 2
 typedef StatisticsOf<T>::Type Statistics;
 #include "stream_k.cuh"
 
 struct OutputTile {
     int n, h0, w0;
-    __device__ __forceinline__ OutputTile(int index, int tiles, int across, int rows) : n(index / tiles) {
+    __device__ __forceinline__ OutputTile(int index, int tiles, int across, int rows) : n(index / tiles * IMAGES) {
         int in_image = index % tiles;
         h0 = in_image / across * rows, w0 = in_image % across * 8;
     }
@@ -184,14 +189,15 @@ __device__ __forceinline__ void load_operands(Work work, Ring& a, Ring& b, const
 #pragma unroll 1
         for (int step = part.first, s = part.first % S, c = part.first / S * CHUNK; step < part.middle; step++) {
             if (s == 0 || step == part.first) {
-                u32 full = a.acquire((work.rows + R - 1) * pitch * ROW_BYTES);
+                u32 full = a.acquire(IMAGES * (work.rows + R - 1) * pitch * ROW_BYTES);
                 const TensorMap& map = c < split ? x : x2;
                 int channel = c < split ? c : c - split, w = tile.w0 - S / 2, h = tile.h0 - R / 2;
                 if constexpr (UPSAMPLE) {
                     for (int row = 0; row < work.rows + R - 1; row++)
                         tma_load(a.buffer() + row * pitch * ROW_BYTES, map, full, channel, 0, w >> 1, h + row >> 1, tile.n);
                 } else {
-                    tma_load(a.buffer(), map, full, channel, w, h, tile.n);
+                    for (int image = 0; image < IMAGES; image++)
+                        tma_load(a.buffer() + image * IMAGE_ROWS * pitch * ROW_BYTES, map, full, channel, w, h, tile.n + image);
                 }
                 a.advance();
             }
@@ -208,8 +214,10 @@ __device__ __forceinline__ void load_operands(Work work, Ring& a, Ring& b, const
 #pragma unroll 1
         for (int step = part.middle; step < part.last; step++) {
             int c = (step - work.own) * CHUNK;
-            u32 full = a.acquire(work.rows * 8 * ROW_BYTES);
-            tma_load(a.buffer(), c < D1 ? addend : addend2, full, c < D1 ? c : c - D1, tile.w0, tile.h0, tile.n);
+            u32 full = a.acquire(IMAGES * work.rows * 8 * ROW_BYTES);
+            for (int image = 0; image < IMAGES; image++)
+                tma_load(a.buffer() + image * IMAGE_ROWS * 8 * ROW_BYTES, c < D1 ? addend : addend2, full, c < D1 ? c : c - D1,
+                         tile.w0, tile.h0, tile.n + image);
             a.advance();
             if (loads_weights) {
                 full = b.acquire(TAP_BYTES);
@@ -235,7 +243,7 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
     int before = UPSAMPLE ? S / 2 % 2 : 0, pitch = 8 + S - 1 + 2 * before;  // a halo tile's row, in 128-byte rows
     u32 halo_bytes = CEIL_DIV((PIXELS / 8 + R - 1) * pitch * ROW_BYTES, 1024) * 1024;
     u32 base = shared_address(shared), order = base, addends = base + 16, arrivals = base + 32, barriers = base + 40;
-    u32 halos = base + 2048, weights = halos + a_stages * halo_bytes, results = weights + b_stages * WEIGHT_BYTES;
+    u32 halos = base + 1024 + IMAGES * 1024, weights = halos + a_stages * halo_bytes, results = weights + b_stages * WEIGHT_BYTES;
     Ring a(halos, halo_bytes, a_stages, barriers), b(weights, WEIGHT_BYTES, b_stages, barriers + 16 * a_stages);
     if (threadIdx.x == 0) {
         for (int i = 0; i < 4; i++) barrier_init(order + 8 * i, 1);
@@ -252,8 +260,9 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
     int own = chunks * S, skips = SKIP ? CEIL_DIV(D, CHUNK) : 0, steps = own + skips;  // x's steps, then SKIP's
     int rank = blockIdx.z % CLUSTER, first = steps * rank / CLUSTER, last = steps * (rank + 1) / CLUSTER;
     bool resident = !STREAM_K && b_stages == last - first;
-    i64 all = STREAM_K ? (i64)(N * tiles / together) * CEIL_DIV(K, 64) * steps : (i64)N * tiles;
-    Work work = {all, 0, 0, N * tiles, tiles, across, rows, steps, own, first, last, (int)blockIdx.y * 64, together, resident};
+    int all_tiles = CEIL_DIV(N, IMAGES) * tiles;
+    i64 all = STREAM_K ? (i64)(all_tiles / together) * CEIL_DIV(K, 64) * steps : all_tiles;
+    Work work = {all, 0, 0, all_tiles, tiles, across, rows, steps, own, first, last, (int)blockIdx.y * 64, together, resident};
     work.at = work.beginning(blockIdx.x / together), work.to = work.beginning(blockIdx.x / together + 1);
     // A grid of few blocks starts while the kernel before it still runs. That kernel may still write weights: they are only
     // prefetched into L2, where a write still reaches them. Where all multiprocessors have a block this cost 2 %.
@@ -278,7 +287,7 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
     set_registers<232, true>();
     int group = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     bool leads = threadIdx.x % 128 == 0;
-    float2* norm_maps = reinterpret_cast<float2*>(shared + 1024) + 64 * group;  // of 64 channels, for the current tile
+    float2* norm_maps = reinterpret_cast<float2*>(shared + 1024) + IMAGES * 64 * group;  // of 64 channels of each image of the tile
     bool finishes_one = STREAM_K && all <= (i64)(gridDim.x / together) * steps;  // at most: then there is one place for results
     u32 result = results + (finishes_one ? 0 : group) * RESULT_BYTES, own_order = order + 8 * group, own_addend = addends + 8 * group;
     u32 at_result = result;  // this lane's row for ldmatrix and stmatrix; of floats its first pixel and channel
@@ -306,19 +315,23 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
         OutputTile tile(part.tile, tiles, across, rows);
         int h0 = tile.h0 + rank * SHARE;  // the first row that this block finishes
         u32 phase = iteration / 2 & 1;
-        int k = k0 + threadIdx.x % 128;
-        if (SLOPE && k < min(k0 + 64, K)) {
-            int group = tile.n * groups + k / (K / groups);
-            norm_maps[threadIdx.x % 128] =
-                affine_of(Modulation(tile.n, k, K, norm_weight, norm_bias, scale, shift), mean[group], rstd[group]);
+        int images = min(IMAGES, N - tile.n);
+        for (int j = threadIdx.x % 128; SLOPE && j < images * 64; j += 128) {
+            int n = tile.n + j / 64, k = k0 + j % 64;
+            if (k >= K) continue;
+            int group = n * groups + k / (K / groups);
+            norm_maps[j] = affine_of(Modulation(n, k, K, norm_weight, norm_bias, scale, shift), mean[group], rstd[group]);
         }
-        float offset[2] = {biases[0], biases[1]}, gain[2] = {};
+        constexpr int OFFSETS = SKIP ? 1 : IMAGES;  // without emb they are all the same
+        float offset[OFFSETS][2], gain[2] = {};
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
-            int j = warp * 16 + i * 8 + lane / 4;
-            if (READS_BIASES && bias && k0 + j < K) offset[i] = bias[k0 + j];
-            if (SKIP && skip_bias && k0 + j < K) offset[i] += skip_bias[k0 + j];
-            if (!SKIP && emb && k0 + j < K) offset[i] += emb[tile.n * K + k0 + j];
+        for (int i = 0; i < OFFSETS * 2; i++) {
+            int image = i / 2, k = k0 + warp * 16 + i % 2 * 8 + lane / 4;
+            float& sum = offset[image][i % 2];
+            sum = biases[i % 2];
+            if (READS_BIASES && bias && k < K) sum = bias[k];
+            if (SKIP && skip_bias && k < K) sum += skip_bias[k];
+            if (!SKIP && emb && k < K && image < images) sum += emb[(tile.n + image) * K + k];
         }
         // The warpgroups multiply by turns. At its turn a warpgroup knows that all stages before its own were filled: the other
         // has waited for them. Ring::skip requires this.
@@ -338,11 +351,13 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
                 if (s == 0 || i == first) a.wait();
                 if (READS && begins && i == first && leads) {  // asked for once the first halo tile has arrived
                     tma_store_wait();                // until TMA has read the last result, which lies there
-                    barrier_expect(own_addend, 64 / CHUNK * min(rows, SHARE) * 8 * ROW_BYTES);
+                    barrier_expect(own_addend, images * (64 / CHUNK) * min(rows, SHARE) * 8 * ROW_BYTES);
                     bool second = NORM && k0 >= K1;
                     for (int c = 0; c < 64; c += CHUNK)
-                        tma_load(result + c / CHUNK * CHUNK_BYTES, second ? addend2 : addend, own_addend,
-                                 k0 + c - (second ? K1 : 0), tile.w0, h0, tile.n);
+                        for (int image = 0; image < images; image++)
+                            tma_load(result + c / CHUNK * CHUNK_BYTES + image * IMAGE_ROWS * 8 * ROW_BYTES,
+                                     second ? addend2 : addend, own_addend, k0 + c - (second ? K1 : 0), tile.w0, h0,
+                                     tile.n + image);
                 }
                 b.wait();
                 wgmma_fence();
@@ -394,13 +409,16 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
         if (!READS && leads) tma_store_wait();
         if (SLOPE || !READS) warpgroup_meets();
         if (READS) barrier_wait(own_addend, addend_phase), addend_phase ^= 1;
-#pragma unroll
-        for (int i = 0; SLOPE && i < 2; i++) {
-            float2 map = norm_maps[warp * 16 + i * 8 + lane / 4];
-            gain[i] = map.x, offset[i] = map.y;
-        }
         int rows_inside = min(rows, H - tile.h0) - rank * SHARE, w = tile.w0 + lane % 4 * 2;
         Statistics total[2] = {};
+        auto leave_sums = [&](int image, int i) {  // of one of this lane's two channels
+#pragma unroll
+            for (int other = 1; other < 4; other *= 2) total[i].add(shuffle(total[i], other));
+            int k = k0 + warp * 16 + i * 8 + lane / 4;
+            if (lane % 4 == 0 && k < K && image < images)
+                sums[(((i64)part.tile * IMAGES + image) * CLUSTER + rank) * K + k] = total[i];
+            total[i] = {};
+        };
         u32 ahead[4] = {};  // the next two rows' words: a step does not wait for a read of its own
         if constexpr (LOW && READS) ldmatrix_transposed(ahead, at_result);
 #pragma unroll
@@ -413,15 +431,23 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
                 if (row + 2 < SHARE) ldmatrix_transposed(ahead, at_row + 16 * ROW_BYTES);
 #pragma unroll
             for (int i = 0; i < 4 && row + i / 2 < SHARE; i++) {
+                int image = min((row + i / 2) / IMAGE_ROWS, IMAGES - 1);
+                bool begins_image = row + i / 2 == image * IMAGE_ROWS;
+                float& beside = offset[image % OFFSETS][i % 2];
+                if (SUMS && begins_image && image > 0) leave_sums(image - 1, i % 2);
+                if (SLOPE && begins_image) {
+                    float2 map = norm_maps[image * 64 + warp * 16 + i % 2 * 8 + lane / 4];
+                    gain[i % 2] = map.x, beside = map.y;
+                }
                 float* products = acc + 4 * row + 2 * i;
                 float2 v = make_float2(products[0], products[1]), other;
                 if constexpr (NORM) {
                     other = unpack_pair<T>(words[i]);
-                    if (SLOPE) v.x *= silu_slope(fmaf(gain[i % 2], other.x, offset[i % 2]));
-                    if (SLOPE) v.y *= silu_slope(fmaf(gain[i % 2], other.y, offset[i % 2]));
+                    if (SLOPE) v.x *= silu_slope(fmaf(gain[i % 2], other.x, beside));
+                    if (SLOPE) v.y *= silu_slope(fmaf(gain[i % 2], other.y, beside));
                     words[i] = pack_pair<T>(v.x, v.y);
                 } else {
-                    v.x += offset[i % 2], v.y += offset[i % 2];
+                    v.x += beside, v.y += beside;
                     if constexpr (LOW) {
                         float2 more = ADDS ? unpack_pair<T>(words[i]) : make_float2(0.0f, 0.0f);
                         v.x += more.x, v.y += more.y;
@@ -436,7 +462,7 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
                     }
                     other = v;
                 }
-                bool counts = SUMS && row + i / 2 < rows_inside;
+                bool counts = SUMS && image < images && row + i / 2 - image * IMAGE_ROWS < rows_inside;
                 if (counts && w < W) add(total[i % 2], v.x, other.x);
                 if (counts && w + 1 < W) add(total[i % 2], v.y, other.y);
             }
@@ -447,16 +473,12 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
         if (leads) {
             bool second = !NORM && k0 >= K1;
             for (int c = 0; c < 64; c += CHUNK)
-                tma_store(second ? out2 : out, result + c / CHUNK * CHUNK_BYTES, k0 + c - (second ? K1 : 0), tile.w0, h0,
-                          tile.n);
+                for (int image = 0; image < images; image++)
+                    tma_store(second ? out2 : out, result + c / CHUNK * CHUNK_BYTES + image * IMAGE_ROWS * 8 * ROW_BYTES,
+                              k0 + c - (second ? K1 : 0), tile.w0, h0, tile.n + image);
         }
 #pragma unroll
-        for (int i = 0; SUMS && i < 2; i++) {
-#pragma unroll
-            for (int other = 1; other < 4; other *= 2) total[i].add(shuffle(total[i], other));
-            int k = k0 + warp * 16 + i * 8 + lane / 4;
-            if (lane % 4 == 0 && k < K) sums[((i64)part.tile * CLUSTER + rank) * K + k] = total[i];
-        }
+        for (int i = 0; SUMS && i < 2; i++) leave_sums(IMAGES - 1, i);
     }
     if (leads) tma_store_wait();
 }

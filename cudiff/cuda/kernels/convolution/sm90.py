@@ -28,6 +28,7 @@ MAP_BYTES = 1024  # of the affine maps of a norm's channels
 CLUSTERS = (1, 2, 4, 8)  # blocks of a cluster
 COLUMNS = (1, 3, 5, 7)  # of taps
 MOST_PARTS = 16  # blocks of a tile with stream-K, not measured: the one that begins it adds what others leave, in turn
+IMAGES = (2, 3)  # of a tile of several: with four of 7x7 registers spilled
 MOST_SHARES = 3  # tiles of a block with stream-K: with more, whole ones took less time at 10 of 11 shapes
 
 
@@ -46,8 +47,9 @@ class Tile(NamedTuple):
 
 
 TILES = (
-    Tile(256, 1.1, 0.277, 3.7), Tile(224, 0.99, 0.245, 3.2), Tile(192, 0.88, 0.214, 2.7), Tile(160, 0.76, 0.182, 2.2),
-    Tile(128, 0.65, 0.15, 1.7), Tile(112, 0.6, 0.14, 1.6), Tile(96, 0.55, 0.13, 1.55), Tile(64, 0.45, 0.11, 1.4),
+    Tile(256, 1.1, 0.277, 3.7), Tile(224, 0.99, 0.245, 3.2), Tile(208, 0.94, 0.23, 2.95), Tile(192, 0.88, 0.214, 2.7),
+    Tile(160, 0.76, 0.182, 2.2), Tile(136, 0.68, 0.158, 1.83), Tile(128, 0.65, 0.15, 1.7), Tile(112, 0.6, 0.14, 1.6),
+    Tile(96, 0.55, 0.13, 1.55), Tile(64, 0.45, 0.11, 1.4),
 )
 """Times of tiles that are not in ALWAYS are interpolated. Relative to 256's they were measured within 3 %."""
 ALWAYS = (256, 128, 64)
@@ -154,7 +156,8 @@ class Plan(NamedTuple):
     """A launch configuration. cluster: blocks of a cluster, which split the depth. rows: of an output tile. blocks:
     clusters for each 64 output channels. halos: halo tiles in flight. weights: weights in flight, of R taps each.
     shared: bytes of shared memory. together: 0, or with stream-K (arXiv 2301.03598), where all tiles are cut along the
-    depth into equal shares, one for each of `blocks`: how many blocks read the same weights at the same time."""
+    depth into equal shares, one for each of `blocks`: how many blocks read the same weights at the same time. images:
+    of a tile; of several, each has `rows` of it."""
 
     tile: Tile
     cluster: int
@@ -164,10 +167,12 @@ class Plan(NamedTuple):
     weights: int
     shared: int
     together: int = 0
+    images: int = 1
 
     @property
     def choice(self) -> list[int]:
-        return [self.tile.pixels, self.cluster] + [1] * (self.together > 0)
+        shares = int(self.together > 0)
+        return [self.tile.pixels, self.cluster, *([shares, self.images] if self.images > 1 else [1] * shares)]
 
 
 def plans(shape: tuple[int, ...], outputs: int, kernel: tuple[int, int], itemsize: int, skip: int,
@@ -175,7 +180,7 @@ def plans(shape: tuple[int, ...], outputs: int, kernel: tuple[int, int], itemsiz
     """All plans. shape: x's, after upsampling. outputs: channels of the result. skip: channels of a skip path, or 0.
 
     Tiles other than ALWAYS are tried where they cover an image with fewer rows than those of 256 and of 128 pixels do:
-    28 rows are one tile of 224 pixels, 40 are two of 160.
+    28 rows are one tile of 224 pixels, 40 are two of 160. Several images are tried in the smallest tile that they fit.
     """
     fewest = min(_covered(shape[1], pixels) for pixels in ALWAYS[:2])
     fitted = (
@@ -183,7 +188,23 @@ def plans(shape: tuple[int, ...], outputs: int, kernel: tuple[int, int], itemsiz
         for tile in TILES if tile.pixels in ALWAYS or _covered(shape[1], tile.pixels) < fewest
         for cluster, stream_k in (*((cluster, False) for cluster in CLUSTERS), (1, True))
     )
-    return [plan for plan in fitted if plan is not None]
+    several = (
+        fit(tile, shape, outputs, kernel, itemsize, 1, skip, upsample, stream_k, images)
+        for tile, images in _of_several(shape, kernel[0], upsample) for stream_k in (False, True)
+    )
+    return [plan for plan in (*fitted, *several) if plan is not None]
+
+
+@functools.cache
+def _of_several(shape: tuple[int, ...], taps: int, upsample: bool) -> list[tuple[Tile, int]]:
+    """The smallest tile for each number of whole images of this shape, which are up to 8 pixels wide. Between two lie
+    the rows of zeros that pad both, so many as `taps` // 2, half of the rows of taps."""
+    if upsample or shape[2] > 8:
+        return []
+    gap = taps // 2
+    found = [(tile, images) for images in IMAGES if images <= shape[0]
+             for tile in TILES if tile.pixels // 8 >= images * (shape[1] + gap) - gap]
+    return [(tile, images) for tile, images in found if tile is min(t for t, count in found if count == images)]
 
 
 def _covered(height: int, pixels: int) -> int:
@@ -227,8 +248,9 @@ def at_once(cluster: int) -> int:
 
 
 def fit(tile: Tile, shape: tuple[int, ...], outputs: int, kernel: tuple[int, int], itemsize: int,
-        cluster: int = 1, skip: int = 0, upsample: bool = False, stream_k: bool = False) -> Plan | None:
-    """The plan for this tile and cluster, or None.
+        cluster: int = 1, skip: int = 0, upsample: bool = False, stream_k: bool = False,
+        images: int = 1) -> Plan | None:
+    """The plan for this tile and cluster, or None. With `images` above 1 the tile is one of `_of_several`.
 
     It is None if shared memory has no room for two halo tiles and two weights of R taps. With `upsample` it must have
     room for three weights, because halo tiles are loaded row by row: with two, 128 channels at 64 x 64 take 69 µs, with
@@ -237,7 +259,7 @@ def fit(tile: Tile, shape: tuple[int, ...], outputs: int, kernel: tuple[int, int
     plan with `stream_k` if a block has more than MOST_SHARES tiles.
     """
     rows = min(shape[1], tile.pixels // 8)
-    count = shape[0] * tiles_of(shape, rows)
+    count = blocks(shape[0], images) * tiles_of(shape, rows)
     iterations = blocks(count, max(1, at_once(cluster) // blocks(outputs, CHANNELS)))
     own, skips = steps_of(shape[3], kernel, itemsize, skip)
     each, together, finished = blocks(count, iterations), 0, min(2, iterations)
@@ -259,10 +281,11 @@ def fit(tile: Tile, shape: tuple[int, ...], outputs: int, kernel: tuple[int, int
     steps = max(last - first for first, last in splits)
     halo = blocks((tile.pixels // 8 + kernel[0] - 1) * pitch_of(kernel[1], upsample) * ROW_BYTES, 1024) * 1024
     weight = kernel[0] * CHANNELS * ROW_BYTES
-    results = finished * max(2, tile.pixels // 8 // cluster) * 8 * CHANNELS * itemsize
+    results = finished * blocks(tile.pixels // 8 // cluster, 2) * 2 * 8 * CHANNELS * itemsize
     if cluster > 1:
         results += tile.pixels * CHANNELS * 4
-    room = SHARED_BYTES - 1024 - BARRIER_BYTES - MAP_BYTES - results
+    others = BARRIER_BYTES + images * MAP_BYTES + results
+    room = SHARED_BYTES - 1024 - others
     for halos in (4 if skip else 2, 2):  # a skip path has a halo tile for each tap
         weights = min(steps, 16, (room - min(halos, chunks * iterations) * halo) // weight)
         if weights >= min(steps, 4):
@@ -270,14 +293,13 @@ def fit(tile: Tile, shape: tuple[int, ...], outputs: int, kernel: tuple[int, int
     if weights < min(steps, 3 if upsample else 2):
         return None
     halos = min(4, chunks * iterations, (room - weights * weight) // halo)
-    shared = results + halos * halo + weights * weight + BARRIER_BYTES + MAP_BYTES
-    return Plan(tile, cluster, rows, each, halos, weights, shared, together)
+    return Plan(tile, cluster, rows, each, halos, weights, halos * halo + weights * weight + others, together, images)
 
 
 def time(chosen: Plan, shape: tuple[int, ...], outputs: int, kernel: tuple[int, int], itemsize: int, skip: int,
          upsample: bool) -> float:
     """Estimated microseconds, as measured on an H200."""
-    iterations = blocks(shape[0] * tiles_of(shape, chosen.rows), chosen.blocks)
+    tiles = blocks(shape[0], chosen.images) * tiles_of(shape, chosen.rows)
     own, skips = steps_of(shape[3], kernel, itemsize, skip)
     spared = kernel[1] * spared_k_steps(shape[3], itemsize) / 4  # of x's steps
     taps = max(
@@ -286,9 +308,10 @@ def time(chosen: Plan, shape: tuple[int, ...], outputs: int, kernel: tuple[int, 
         for first, last in splits_of(own + skips, chosen.cluster)
     )
     if chosen.together:
-        shares = shape[0] * tiles_of(shape, chosen.rows) * blocks(outputs, CHANNELS) / chosen.blocks
+        shares = tiles * blocks(outputs, CHANNELS) / chosen.blocks
         exchange = 0.8 * min(3, 1 / shares)  # a tile of so many blocks
         return 4.2 + (shares + 1) * chosen.tile.iteration + 1.2 * shares * taps * chosen.tile.step + exchange
+    iterations = blocks(tiles, chosen.blocks)
     return 3.4 + iterations * (chosen.tile.iteration + taps * chosen.tile.step) + (0.7 if chosen.cluster > 1 else 0.0)
 
 
@@ -346,7 +369,7 @@ def run(given: Operands, offer: Offer, p: Problem) -> ChannelStatistics | None:
     shape, chunk = (n, height, columns, channels), ROW_BYTES // x.dtype.itemsize
 
     def launch_as(chosen: Plan) -> ChannelStatistics | None:
-        tile, cluster, rows, each, halos, weights, shared, together = chosen
+        tile, cluster, rows, each, halos, weights, shared, together, images = chosen
         pitch, result_box = pitch_of(kernel[1], upsample), (1, min(rows, tile.pixels // 8 // cluster), 8, chunk)
         halo_box = (1, 1, pitch // 2, 2, chunk) if upsample else (1, rows + kernel[0] - 1, pitch, chunk)
         read, read_box = (added, result_box) if skip is None else (skip[:2], (1, rows, 8, chunk))
@@ -377,7 +400,7 @@ def run(given: Operands, offer: Offer, p: Problem) -> ChannelStatistics | None:
             PIXELS=tile.pixels, ADDS=int(addend is not None), STATISTICS=int(wants_moments),
             NORM=0 if norm is None else 1 if norm.silu else 2, RELU=int(Fusion.RELU in fused),
             SKIP=int(skip is not None), CLUSTER=cluster, UPSAMPLE=int(upsample), SPARED=spared,
-            STREAM_K=int(together > 0),
+            STREAM_K=int(together > 0), IMAGES=images,
         )
         return statistics
 

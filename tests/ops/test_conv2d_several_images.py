@@ -1,0 +1,119 @@
+"""Convolutions on Hopper whose output tiles have several small images."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from cudiff import ops
+from cudiff.cuda.kernels.convolution import sm90
+from cudiff.cuda.kernels.convolution.problem import DGRAD, FPROP, Fusion, Operands, Skip
+from cudiff.cuda.kernels.gemm.product import Epilogue
+from cudiff.tensor import Tensor
+from tests.check import relative_error, sums_of
+from tests.normed import NormedConvolution
+from tests.ops.test_conv2d_sm90 import TOLERANCES, convolve, random_convolution
+
+# (N, H, W, C), K, (R, S): whole tiles and images that are missing in the last, rows to spare, narrow images
+CASES = [
+    ((4, 8, 8, 72), 72, (3, 3)), ((3, 8, 8, 136), 40, (3, 3)), ((7, 7, 7, 64), 136, (3, 3)),
+    ((5, 4, 4, 200), 64, (3, 3)), ((5, 3, 6, 64), 8, (3, 5)), ((2, 1, 1, 8), 8, (3, 3)), ((5, 8, 8, 72), 72, (1, 1)), ((4, 5, 3, 24), 72, (1, 1)),
+    ((3, 15, 8, 64), 64, (3, 3)),
+]
+
+
+def several(shape, outputs, kernel, itemsize, skip=0):
+    """The plans with several images in a tile, of which there is one at least."""
+    found = [plan for plan in sm90.plans(shape, outputs, kernel, itemsize, skip, False) if plan.images > 1]
+    assert found
+    return found
+
+
+def poisoned(like):
+    return Tensor(np.full(like.shape, np.nan, Tensor(like).dtype), device="cuda").data
+
+
+def test_the_smallest_tile_that_images_fit():
+    """Two images of 8 rows have a row of zeros between them: 17 rows."""
+    for shape, taps, expected in (
+        ((9, 8, 8), 3, {2: 136, 3: 208}), ((9, 7, 7), 3, {2: 128, 3: 192}), ((9, 8, 8), 1, {2: 128, 3: 192}),
+        ((2, 4, 4), 3, {2: 96}), ((1, 8, 8), 3, {}), ((9, 8, 9), 3, {}), ((9, 15, 8), 3, {2: 256}), ((9, 16, 8), 3, {}),
+    ):
+        found = {plan.images: plan.tile.pixels for plan in sm90.plans((*shape, 64), 64, (taps, taps), 2, 0, False)
+                 if plan.images > 1}
+        assert found == expected
+    assert all(plan.images == 1 for plan in sm90.plans((9, 8, 8, 64), 64, (3, 3), 2, 0, True))
+
+
+def test_each_plan_has_a_choice_of_its_own():
+    plans = sm90.plans((32, 8, 8, 512), 512, (3, 3), 2, 0, False)
+    assert len({tuple(plan.choice) for plan in plans}) == len(plans)
+    assert {plan.images for plan in plans if plan.together} == {1, 2, 3}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=["bf16", "fp16", "tf32"])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("shape, outputs, kernel", CASES, ids=str)
+def test_against_numpy(hopper, rng, shape, outputs, kernel, transposed, dtype):
+    """With an embedding for each image, and an addend; and each image's statistics."""
+    operands, (_, expected) = random_convolution(rng, shape, outputs, kernel, dtype, transposed)
+    x, weight, bias, emb, addend = operands
+    asked = (DGRAD, []) if transposed else (FPROP, [Fusion.STATISTICS])
+    for plan in several(shape, outputs, kernel, x.itemsize):
+        out = poisoned(addend)
+        left = convolve(Operands(x, weight, out, Epilogue(bias, emb, addend)), plan, *asked[1], direction=asked[0])
+        got = Tensor(out).numpy()
+        assert relative_error(got, expected) < TOLERANCES[dtype][0]
+        if not transposed:
+            rounded, sums = got.astype(np.float64), sums_of(left)
+            assert np.allclose(sums[..., 0], rounded.sum((1, 2)), rtol=1e-4, atol=1e-3 * np.sqrt(shape[1] * shape[2]))
+            assert relative_error(sums[..., 1], (rounded**2).sum((1, 2))) < 1e-5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("images", [3, 4, 7])
+@pytest.mark.parametrize("size", [8, 7])
+def test_a_skip_path(hopper, rng, images, size):
+    """Of one source, and of two. The rows between images hold what was there before."""
+    shape, outputs, dtype = (images, size, size, 72), 72, ml_dtypes.bfloat16
+    (x, weight, bias, _, out), _ = random_convolution(rng, shape, outputs, (3, 3), dtype, False)
+    for channels in ((40,), (64, 24)):
+        sources = [rng.standard_normal((*shape[:3], count)).astype(dtype) for count in channels]
+        matrix = rng.standard_normal((outputs, 1, 1, sum(channels))).astype(dtype)
+        expected = ops.conv2d(*(Tensor(Tensor(array).numpy().astype(np.float64)) for array in (x, weight)), padding=1)
+        expected = expected.numpy() + Tensor(bias).numpy()
+        path = np.concatenate(sources, -1).astype(np.float64) @ matrix[:, 0, 0].astype(np.float64).T
+        on_gpu = [Tensor(array, device="cuda").data for array in (*sources, matrix)]
+        skip = Skip(on_gpu[0], on_gpu[1] if len(channels) == 2 else None, on_gpu[-1], None)
+        for plan in several(shape, outputs, (3, 3), 2, sum(channels)):
+            result = poisoned(out)
+            convolve(Operands(x, weight, result, Epilogue(bias), skip=skip), plan, Fusion.STATISTICS)
+            assert relative_error(Tensor(result).numpy(), expected + path) < 4e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("taps, silu", [(3, True), (1, True), (1, False)])
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16], ids=["bf16", "fp16"])
+def test_a_norm_s_backward(hopper, rng, taps, silu, dtype):
+    """Each image has its own affine maps, and its own sums."""
+    for size in ((4, 8, 8), (5, 7, 7)):
+        case = NormedConvolution(rng, size, (64, 72), 72, taps, dtype, True, silu)
+        dout, weight, norm, out = case.on_gpu()
+        for plan in several(dout.shape, 136, (taps, taps), 2):
+            out.data.fill(np.nan)
+            case.check(out, convolve(Operands(dout, weight, out.data, norm=norm), plan, direction=DGRAD))
+
+
+@pytest.mark.gpu
+def test_two_sources_and_relu(hopper, rng):
+    shape, outputs, dtype = (3, 8, 8, 136), 72, ml_dtypes.bfloat16
+    (x, weight, bias, emb, out), (expected, _) = random_convolution(rng, shape, outputs, (3, 3), dtype, False)
+    joined = Tensor(x).numpy()
+    first, second = (Tensor(np.ascontiguousarray(part), device="cuda").data for part in np.split(joined, [64], axis=-1))
+    for plan in several(shape, outputs, (3, 3), 2):
+        result = poisoned(out)
+        convolve(Operands(first, weight, result, Epilogue(bias, emb), second), plan)
+        assert relative_error(Tensor(result).numpy(), expected) < 4e-3
+        result = poisoned(out)
+        convolve(Operands(x, weight, result, Epilogue(bias, emb)), plan, Fusion.RELU)
+        assert relative_error(Tensor(result).numpy(), expected.clip(0)) < 4e-3
