@@ -234,7 +234,7 @@ class Pipeline(Samplings):
         strength : 0 to 1, the share of the noise levels that a frame goes through. 0 keeps the last frame. One step
             gives the mean of all that a picture may have been, so with much strength frames fade: take more steps.
         blend : 0 to 1, the share of the last frame in the next one.
-        each_step : as for `sample`; a stream can go on after what it raises.
+        each_step : as for `sample`, but a frame of one step stays one graph; a stream can go on after what it raises.
 
         Raises CudiffError as `sample` does, and for a model of latents.
         """

@@ -9,7 +9,7 @@ import numpy as np
 
 from cudiff.diffusion import ImageNoise
 from cudiff.diffusion.denoiser import blended, frame_of
-from cudiff.diffusion.samplers import Ends
+from cudiff.diffusion.samplers import Callback, Ends
 from cudiff.diffusion.sampling import Guidance
 from cudiff.errors import CudiffError
 from cudiff.ops import blend_to_uint8, normalize_images
@@ -123,19 +123,21 @@ class Stream:
         sigmas = levels[np.linspace(count - passed, count, min(options.steps, passed) + 1).round().astype(int)]
         labels = pipeline.labels(self.n, options.classes)
         guide = None if labels is None else Guidance.of(guidance, channels=pipeline.config.guidance_channels)
-        way, each = Way(sampler, guide, ("last",), None), self._each_step
-        steps = None if each is not None else len(sigmas) - 1
-        run = pipeline._sampling(way, self.n, steps, pipeline._cache_for(way), pipeline.config.capture)
+        way, each, steps = Way(sampler, guide, ("last",), None), self._each_step, len(sigmas) - 1
+        between = None if each is None or steps == 1 else _but_the_last(each, steps)
+        graphs, together = pipeline._cache_for(way), None if between else steps
+        run = pipeline._sampling(way, self.n, together, graphs, pipeline.config.capture)
         seed = (options.seed + self.number * GOLDEN) % 2**64
         numbers = self._uploaded("numbers", np.array([sigmas[0], options.blend], np.float32))
         with np.errstate(all="ignore"):  # below it is said what is not finite
             made, sums = run(
                 begin, sigmas, None if labels is None else self._uploaded("labels", labels), guidance=guide, given={},
                 noise=ImageNoise((self.n, *pipeline.shape), seed, 0, pipeline.device),
-                callback=None if each is None else lambda step, x, denoised: each(step),
-                ends=Ends(_noised, _blended, (last, numbers), _denoised),
+                callback=between, ends=Ends(_noised, _blended, (last, numbers), _denoised),
             )
         made = Tensor(made.data.copy())  # the graph's own is overwritten by another stream's frame
+        if each is not None:
+            each(steps - 1)
         if not np.isfinite(sums.numpy()).all():
             raise CudiffError("the frame holds values that are not finite: use less guidance or an earlier checkpoint")
         return made
@@ -147,6 +149,11 @@ class Stream:
         if self._uploads.get(name, ("",))[0] != key:
             self._uploads[name] = key, Tensor(array.copy(), device=self._pipeline.device)
         return self._uploads[name][1]
+
+
+def _but_the_last(each_step: Callable[[int], None], steps: int) -> Callback:
+    """`each_step` after all of a sampler's steps but the last, which is done when its frame is."""
+    return lambda step, x, denoised: each_step(step) if step < steps - 1 else None
 
 
 def _noised(begin: Tensor, counters: Tensor, last: Tensor, numbers: Tensor) -> Tensor:

@@ -60,11 +60,12 @@ TESTS = {
 # Of headers and kernels. Beside these run the tests of the operations that name a kernel's file.
 STEMS_OF = {
     "activation": ["elementwise", "gelu", "mlp"], "affine": ["group_norm", "conv2d_few_channels"],
-    "attention": ["attention", "attention_sm90"], "blend": ["blend", "edm"], "convolution": ["conv2d"],
+    "attention": ["attention", "attention_sm90"], "blend": ["blend", "frame"], "convolution": ["conv2d"],
     "attention_sm90": ["attention", "attention_sm90"], "attention_short_sm90": ["attention", "attention_sm90"],
     "attention_wide_sm90": ["attention_sm90"], "conv2d_depthwise": ["conv2d"], "conv2d_grouped": ["conv2d"],
     "cluster": ["conv2d_wgrad_sm90", "group_norm_sm90"], "common": ["elementwise", "shape"],
-    "conv2d_wgrad_tf32_sm90": ["conv2d_wgrad_sm90"], "few_rows": ["matmul", "grouped_linear"], "flash": ["attention"],
+    "conv2d_wgrad_tf32_sm90": ["conv2d_wgrad_sm90"], "denoised": ["frame", "edm"], "flash": ["attention"],
+    "few_rows": ["matmul", "grouped_linear"],
     "gemm": ["matmul", "conv2d", "norm_silu_conv2d"], "gemm_sm90": ["gemm_sm90", "windows_sm90", "mlp"],
     "group_norm_backward_sm90": ["group_norm_sm90", "group_norm"], "group_norm_boxes": ["group_norm_sm90"],
     "map": ["elementwise"], "mma": ["matmul", "grouped_linear", "attention", "conv2d"],

@@ -222,8 +222,10 @@ def _batches() -> None:
         pictures = Tensor(np.zeros(images.shape, np.float32), device="cuda").astype(dtype)
         ops.blend_to_uint8(pictures, images, 0.5)
         sigma = Tensor(np.ones(5, np.float32), device="cuda")
-        ops.edm_frame(pictures, pictures, sigma, images, 0.5, 0.5)
-        ops.edm_frame(pictures[:4], pictures[:4], sigma[:4], images[:2], 0.5, 0.5, guidance=2.0)
+        wide = ops.concatenate([pictures, pictures], axis=-1)
+        for predicts, data, out in (("edm", (0.5, 0.0, 1.0), pictures), ("v", None, pictures), ("eps", None, wide)):
+            ops.blended_frame(pictures, out, sigma, images, 0.5, predicts, data)
+            ops.blended_frame(pictures[:4], out[:4], sigma[:4], images[:2], 0.5, predicts, data, guidance=2.0)
 
 
 def _optimisers() -> None:

@@ -36,7 +36,7 @@ UNARY |= {
     "cross_entropy": lambda x: ops.cross_entropy(x, [0, 1, 2, 3]),
     "slice": lambda x: x[1:, 2:] + x[1:, 2:] * x[:-1, 2:], "astype": lambda x: ops.astype(x, "float32"),
     "blend": lambda x: ops.blend_to_uint8(x, Tensor(np.zeros(x.shape, np.uint8), device="cuda")),
-    "edm_frame": lambda x: ops.edm_frame(x, x, x[:, 0], ops.zeros(x.shape, np.uint8, "cuda"), 0.5, 0.5)[0],
+    "frame": lambda x: ops.blended_frame(x, x, x[:, 0], ops.zeros(x.shape, np.uint8, "cuda"), 0.5, "eps")[0],
 }
 IMAGE = {
     "avg_pool2d": ops.avg_pool2d, "max_pool2d": ops.max_pool2d, "upsample_nearest": ops.upsample_nearest,

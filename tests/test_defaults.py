@@ -115,7 +115,6 @@ DEFAULTS = {
     ops.conv1d: dict(stride=1, padding=0, dilation=1, groups=1),
     ops.conv2d: dict(stride=1, padding=0, dilation=1, groups=1),
     ops.conv_transpose2d: dict(stride=1, padding=0),
-    ops.edm_frame: dict(data_mean=0.0, data_std=1.0),
     ops.edm_input: dict(data_mean=0.0, data_std=1.0),
     ops.edm_mix: dict(c_noise_scale=1.0, data_mean=0.0, data_std=1.0),
     ops.edm_output: dict(data_mean=0.0, data_std=1.0),

@@ -19,7 +19,8 @@ from cudiff.gradient import State
 from cudiff.nn.parameter import Parameter
 from cudiff.ops.attention import attention, attention_qkv
 from cudiff.ops.conv2d import conv2d, conv_transpose2d
-from cudiff.ops.edm import edm_frame, edm_input, edm_mix, edm_output
+from cudiff.ops.edm import edm_input, edm_mix, edm_output
+from cudiff.ops.frame import blended_frame
 from cudiff.ops.group_norm import group_norm
 from cudiff.ops.grouped_linear import grouped_linear
 from cudiff.ops.matmul import linear
@@ -59,7 +60,7 @@ def test_every_path_of_a_training_step_runs(host_of, tmp_path, preset, precision
 @pytest.mark.parametrize("hopper", [True, False], ids=["hopper", "portable"])
 @pytest.mark.parametrize("rows", [70_000, 1_100_000])
 @pytest.mark.parametrize("name", [
-    "attention", "attention_qkv", "grouped_linear", "edm_mix", "edm_input", "edm_output", "edm_frame", "mse",
+    "attention", "attention_qkv", "grouped_linear", "edm_mix", "edm_input", "edm_output", "blended_frame", "mse",
 ])  # fmt: skip
 def test_a_grid_has_room_for_many_rows(host_of, name, rows, hopper):
     """Of which the second and third axis take 65,535."""
@@ -76,7 +77,7 @@ def test_a_grid_has_room_for_many_rows(host_of, name, rows, hopper):
         "edm_mix": lambda: edm_mix(images, images, level, 0.0, 1.0, 0.5)[0],
         "edm_input": lambda: edm_input(images, level, 0.5, 0.25)[0],
         "edm_output": lambda: edm_output(images, images, level, 0.5),
-        "edm_frame": lambda: edm_frame(images, images, level, images.detach().astype("uint8"), 0.5, 0.5)[0],
+        "blended_frame": lambda: blended_frame(images, images, level, images.detach().astype("uint8"), 0.5, "eps")[0],
         "mse": lambda: mse(level, tensor(rows)),
     }[name]()
     if out.requires_grad:

@@ -1,5 +1,6 @@
 """Frames in time: where each begins, how they keep their contrast, and what changes them."""
 
+import contextlib
 import dataclasses
 import itertools
 from functools import partial
@@ -16,7 +17,7 @@ from cudiff.errors import CudiffError
 from cudiff.function import Function
 from cudiff.models import build
 from cudiff.registry import SAMPLERS
-from cudiff.stream import GOLDEN
+from cudiff.stream import GOLDEN, _denoised
 from cudiff.tensor import Tensor
 from tests.recording import counted, stand_in
 from tests.test_pipeline import pipeline, randomised
@@ -132,20 +133,21 @@ def test_a_later_frame_is_one_graph(device, monkeypatch):
 @pytest.mark.parametrize("steps", [1, 3])
 @pytest.mark.parametrize("changes", [
     {"guidance": 1.0}, {"guidance": 2.5}, {"num_classes": 0}, {"guidance": 2.5, "guidance_channels": 2, "channels": 3},
-    {"diffusion": "flow"}, *({"sampler": name} for name in ("euler", "dpmpp-2m", "unipc", "euler-ancestral")),
-    {"sampler": "euler", "S_churn": 3.0},
+    *({"sampler": name} for name in ("euler", "dpmpp-2m", "unipc", "euler-ancestral")),
+    {"sampler": "euler", "S_churn": 3.0}, {"diffusion": "flow"}, {"diffusion": "flow", "sampler": "flow"},
+    *({"diffusion": "ddpm", "prediction": name} for name in ("eps", "x0", "v")),
+    *({"diffusion": "ddpm", "learn_sigma": True, "guidance": guidance} for guidance in (1.0, 2.5)),
+    *({"diffusion": "ddpm", "sampler": "ddim", "clip_denoised": clip} for clip in (True, False)),
 ], ids=str)
-def test_the_last_step_makes_the_bytes_that_came_of_its_image(device, changes, steps):
-    """A caller between steps sees the image of the last one."""
-    model, seen = pipeline(device, **changes), []
+def test_the_last_step_makes_the_bytes_that_came_of_its_image(device, monkeypatch, changes, steps):
+    model, seen, made = pipeline(device, **changes), [], []
     picture = np.random.default_rng(1).integers(0, 256, model.shape).astype(np.uint8)
-    for each_step in (None, seen.append):
+    for each_step, denoised in ((None, _denoised), (seen.append, _denoised), (seen.append, None)):
+        monkeypatch.setattr("cudiff.stream._denoised", denoised)
         stream = model.stream(2, steps=steps, blend=0.3, each_step=each_step)
-        made = [stream.frame(picture), stream.frame(picture)]
-        if each_step is None:
-            expected = made
-    assert np.abs(np.subtract(made, expected, dtype=int)).max() <= 1 and np.std(made[1]) > 5
-    assert seen == 2 * list(range(steps))
+        made.append([stream.frame(picture), stream.frame(picture)])
+    assert np.abs(np.subtract(made[:2], made[2], dtype=int)).max() <= 1 and np.std(made[2][1]) > 5
+    assert seen == 4 * list(range(steps))
 
 
 class OwnStep(Euler):
@@ -194,7 +196,7 @@ class Wrapper:
     (OwnStep, None), (OwnBoth, None), (OwnNoise, None), (Euler, lambda own: OwnEstimate(own.net)), (Euler, Wrapper),
 ])
 def test_a_last_step_of_one_s_own_is_made(device, monkeypatch, sampler, denoiser, guidance):
-    """Whatever classes above it say of theirs: as where a caller between steps has it made."""
+    """Whatever classes above it say of theirs."""
     monkeypatch.setitem(SAMPLERS, "mine", dataclasses.replace(
         SAMPLERS["euler"], build=lambda denoiser, config, captured: sampler(denoiser, captured=captured)
     ))
@@ -202,13 +204,16 @@ def test_a_last_step_of_one_s_own_is_made(device, monkeypatch, sampler, denoiser
     theirs, made = model.objective, []
     if denoiser is not None:
         model.objective = SimpleNamespace(denoiser=lambda net: denoiser(theirs.denoiser(net)), sigmas=theirs.sigmas)
-    for name, each_step in (("mine", None), ("mine", lambda step: None), ("euler", None)):
+    for name, each_step, denoised in (
+        ("mine", None, _denoised), ("mine", lambda step: None, _denoised), ("mine", None, None), ("euler", None, None),
+    ):
         if name == "euler":
             model.objective = theirs
+        monkeypatch.setattr("cudiff.stream._denoised", denoised)
         stream = model.stream(2, sampler=name, steps=2, each_step=each_step)
         made.append([stream.frame(PICTURE), next(stream)])
-    own, seen, others = np.array(made).astype(int)
-    assert np.abs(own - seen).max() <= 1 and np.abs(own - others).max() > 20
+    own, one_by_one, by_steps, others = np.array(made).astype(int)
+    assert np.abs([own - by_steps, one_by_one - by_steps]).max() <= 1 and np.abs(by_steps - others).max() > 20
 
 
 def test_a_graph_a_step_takes_the_last_one_too(device, monkeypatch):
@@ -237,20 +242,26 @@ def test_an_image_of_16_bits_has_room_for_its_sum(device):
 
 
 @pytest.mark.parametrize("changes, calls", [
-    ({"guidance": 1.0}, ["frame"]), ({"guidance": 2.5}, ["frame"]), ({"num_classes": 0, "sampler": "unipc"}, ["frame"]),
-    ({"guidance": 2.5, "guidance_channels": 1, "channels": 3}, ["output", "blend"]),
+    *((changes, ["frame"]) for changes in (
+        {"guidance": 1.0}, {"guidance": 2.5}, {"num_classes": 0, "sampler": "unipc"}, {"diffusion": "flow"},
+        *({"diffusion": "ddpm", "prediction": name} for name in ("eps", "x0", "v")),
+        *({"diffusion": "ddpm", "learn_sigma": True, "guidance": guidance} for guidance in (1.0, 2.5)),
+        {"diffusion": "ddpm", "sampler": "ddim", "clip_denoised": False},
+    )),
+    ({"guidance": 2.5, "guidance_channels": 1, "channels": 3}, ["output", "blend", "sum"]),
+    ({"diffusion": "ddpm", "sampler": "ddim"}, ["clip_forward", "blend", "sum"]),
 ], ids=str)
 def test_a_frame_ends_with_one_launch_after_the_network(host_of, monkeypatch, changes, calls):
+    """But where the image goes through more than guidance."""
     host, model = host_of(True), pipeline("cuda", capture=False, **changes)
     monkeypatch.setattr(np, "isfinite", lambda x: np.ones(1, bool))
     stream = model.stream(2)
     stream.frame(np.zeros(model.shape, np.uint8))
     host.launches.clear()
     next(stream)
-    names = [name for stem, name in host.launches if stem in ("edm", "blend")]
-    assert names == ["input", *calls]
-    if calls == ["frame"]:
-        assert host.launches[-1] == ("edm", "frame")
+    last = max(i for i, (stem, _) in enumerate(host.launches) if stem == "conv2d")
+    after = [name for _, name in host.launches[last + 1:]]
+    assert after == calls if calls == ["frame"] else [name for name in after if name in calls] == calls
 
 
 def test_streams_of_one_pipeline_do_not_disturb_each_other(device, monkeypatch):
@@ -356,6 +367,57 @@ def test_a_frame_can_be_stopped_between_steps(device):
     first = next(stream)
     np.testing.assert_array_equal(first, model.sample(1))
     assert len(steps) == 5
+
+
+def test_a_frame_of_one_step_is_one_graph_with_a_caller_too(device, monkeypatch):
+    """Which makes the same frames, and comes after the step; what it raises leaves the stream where it was."""
+    if device == "cpu":
+        stand_in(monkeypatch)
+    recorded, seen = counted(monkeypatch), []
+
+    def note(step):
+        seen.append(step)
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+
+    model = pipeline(device, sampler="euler", sample_steps=6)
+    streams = [model.stream(2, seed=4, each_step=each_step) for each_step in (None, note)]
+    expected, made = ([stream.frame(PICTURE), next(stream)] for stream in streams)
+    with pytest.raises(KeyboardInterrupt):
+        next(streams[1])
+    assert seen == [0, 0, 0] and streams[1].number == 2 and streams[1].last is made[1]
+    for stream, frames_of_it in zip(streams, (expected, made), strict=True):
+        frames_of_it.append(next(stream))  # of the same number
+    np.testing.assert_array_equal(made, expected)
+    assert seen == [0, 0, 0, 0] and len(recorded) == 1
+
+
+def test_a_last_step_ends_in_a_graph_where_each_is_one(device, monkeypatch):
+    """Noise is added by itself, no operation follows. A stop between steps leaves both graphs as they were."""
+    if device == "cpu":
+        stand_in(monkeypatch)
+    recorded, applied, apply = counted(monkeypatch), [], Function.apply.__func__
+    monkeypatch.setattr(Function, "apply", classmethod(
+        lambda cls, *inputs, **attrs: applied.append(cls.__name__) or apply(cls, *inputs, **attrs)
+    ))
+    model, seen = pipeline(device, sampler="euler", sample_steps=6), []
+
+    def note(step):
+        seen.append((step, len(applied)))
+        if len(seen) == 7:
+            raise KeyboardInterrupt
+
+    stream = model.stream(2, steps=3, each_step=note)
+    made = [stream.frame(PICTURE), next(stream)]
+    applied.clear()
+    for error in (pytest.raises(KeyboardInterrupt), contextlib.nullcontext()):
+        with error:
+            made.append(next(stream))
+    begun = seen[6][1]
+    assert [step for step, _ in seen] == [0, 1, 2, 0, 1, 2, 0, 0, 1, 2] and len(recorded) == 2
+    assert [count for _, count in seen[6:]] == [begun, 2 * begun, 2 * begun, 2 * begun] and len(applied) == 2 * begun
+    one = pipeline(device, sampler="euler", capture=False).stream(2, steps=3)
+    assert np.abs(np.subtract(made, [one.frame(PICTURE), next(one), next(one)], dtype=int)).max() <= 1
 
 
 @pytest.mark.parametrize("options, message", [

@@ -157,7 +157,7 @@ class DDPMDenoiser:
     """
 
     def __init__(self, net: Net, schedule: Schedule, prediction: str = "eps"):
-        self.net, self.schedule, self.prediction = net, schedule, predicting(prediction)
+        self.net, self.schedule, self.predicts, self.prediction = net, schedule, prediction, predicting(prediction)
         self._ramps: dict[tuple[str, Any], Tensor] = {}
 
     def __call__(self, x: Tensor, sigma: Tensor | float, labels: Tensor | None = None) -> Tensor:
@@ -173,6 +173,12 @@ class DDPMDenoiser:
             raise CudiffError("this model learned no variance (learn_sigma): use variance='small' or 'large'")
         return denoised, fraction
 
+    def blended_frame(self, x: Tensor, sigma: Tensor, labels: Tensor | None, last: Tensor, share: Tensor,
+                      guidance: Any = None) -> tuple[Tensor, Tensor]:
+        """`ops.blended_frame` of D(x; sigma), with sums: one kernel after the network."""
+        out = _checked(self._out(x, sigma, labels), x)
+        return ops.blended_frame(x, out, sigma, last, share, self.predicts, guidance=guidance)
+
     def before_capture(self, x: Tensor, labels: Tensor | None = None) -> None:
         """Make the table of `timestep` for images or levels of x's dtype, on its device: a capture cannot."""
         key = x.device, x.dtype
@@ -183,10 +189,12 @@ class DDPMDenoiser:
 
     def _denoise(self, x: Tensor, sigma: Tensor | float, labels: Tensor | None) -> tuple[Tensor, Tensor | None]:
         sigma = noise_levels(sigma, x)
-        scale = per_sample(sigma, x)
-        out = self.net(x / ops.sqrt(ops.square(scale) + 1), self.timestep(sigma), labels)
-        predicted, fraction = split_learned_variance(out, x)
-        return self.prediction.denoised(x, predicted, scale), fraction
+        predicted, fraction = split_learned_variance(self._out(x, sigma, labels), x)
+        return self.prediction.denoised(x, predicted, per_sample(sigma, x)), fraction
+
+    def _out(self, x: Tensor, sigma: Tensor, labels: Tensor | None) -> Tensor:
+        """F(c_in x, t(sigma))."""
+        return self.net(x / ops.sqrt(ops.square(per_sample(sigma, x)) + 1), self.timestep(sigma), labels)
 
     def timestep(self, sigma: Tensor) -> Tensor:
         """Real-valued t (N,) in [0, T - 1] of sigma (N,): `Schedule.sigma_to_t` on the device.
@@ -204,16 +212,21 @@ def split_learned_variance(out: Tensor, x: Tensor, learn_sigma: bool | None = No
 
     Raises CudiffError where it is neither like x nor has twice its channels, or is not that of `learn_sigma`.
     """
+    if _checked(out, x, learn_sigma).shape == x.shape:
+        return out, None
+    predicted, v = ops.split(out, 2, axis=-1)
+    return predicted, (v + 1) * 0.5
+
+
+def _checked(out: Tensor, x: Tensor, learn_sigma: bool | None = None) -> Tensor:
+    """A network's output. Raises as `split_learned_variance` does."""
     plain, wide = x.shape, (*x.shape[:-1], 2 * x.shape[-1])
     wanted = [plain, wide] if learn_sigma is None else [wide if learn_sigma else plain]
     if getattr(out, "shape", None) not in wanted:
         what = f"a Tensor of shape {out.shape}" if isinstance(out, Tensor) else f"a {type(out).__name__}"
         with_sigma = "" if learn_sigma is None else f" {'with' if learn_sigma else 'without'} learn_sigma"
         raise CudiffError(f"the model returned {what}: return one of shape {' or '.join(map(str, wanted))}{with_sigma}")
-    if out.shape == plain:
-        return out, None
-    predicted, v = ops.split(out, 2, axis=-1)
-    return predicted, (v + 1) * 0.5
+    return out
 
 
 def _check(config: Settings) -> None:

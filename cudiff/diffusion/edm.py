@@ -83,8 +83,8 @@ class EDMDenoiser:
 
     def blended_frame(self, x: Tensor, sigma: Tensor, labels: Tensor | None, last: Tensor, share: Tensor,
                       guidance: Any = None) -> tuple[Tensor, Tensor]:
-        """The frame of D(x; sigma), and sums: `ops.edm_frame`, one kernel after the network."""
-        return ops.edm_frame(x, self._out(x, sigma, labels), sigma, last, share, *self.data, guidance)
+        """`ops.blended_frame` of D(x; sigma), with sums: one kernel after the network."""
+        return ops.blended_frame(x, self._out(x, sigma, labels), sigma, last, share, "edm", self.data, guidance)
 
     def _out(self, x: Tensor, sigma: Tensor, labels: Tensor | None) -> Tensor:
         """F(c_in x, c_noise)."""

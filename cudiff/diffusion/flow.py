@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from cudiff import ops
@@ -57,9 +59,16 @@ class FlowDenoiser:
 
     def __call__(self, x: Tensor, sigma: Tensor | float, labels: Tensor | None = None) -> Tensor:
         sigma = noise_levels(sigma, x)
-        scale = per_sample(sigma, x)
-        out = self.net(x / (scale + 1), sigma / (sigma + 1) * TIME_SCALE, labels)
-        return PREDICTIONS["flow"].denoised(x, out, scale)
+        return PREDICTIONS["flow"].denoised(x, self._out(x, sigma, labels), per_sample(sigma, x))
+
+    def blended_frame(self, x: Tensor, sigma: Tensor, labels: Tensor | None, last: Tensor, share: Tensor,
+                      guidance: Any = None) -> tuple[Tensor, Tensor]:
+        """`ops.blended_frame` of D(x; sigma), with sums: one kernel after the network."""
+        return ops.blended_frame(x, self._out(x, sigma, labels), sigma, last, share, "flow", guidance=guidance)
+
+    def _out(self, x: Tensor, sigma: Tensor, labels: Tensor | None) -> Tensor:
+        """u of z and t."""
+        return self.net(x / (per_sample(sigma, x) + 1), sigma / (sigma + 1) * TIME_SCALE, labels)
 
 
 def flow_sigmas(num_steps: int) -> np.ndarray:

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from cudiff import ops
 from cudiff.errors import CudiffError
+from cudiff.ops.frame import ESTIMATES
 from cudiff.tensor import Tensor
 
 
@@ -33,28 +34,24 @@ class Prediction(NamedTuple):
     target: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
-def _root(sigma: Tensor) -> Tensor:
-    return ops.sqrt(ops.square(sigma) + 1)
-
-
 PREDICTIONS = {
     "eps": Prediction(
-        denoised=lambda x, eps, sigma: x - eps * sigma,
+        denoised=ESTIMATES["eps"],
         c_out=lambda sigma: -sigma,
         target=lambda y, n, alpha, s: n,
     ),
     "x0": Prediction(
-        denoised=lambda x, y, sigma: y,
+        denoised=ESTIMATES["x0"],
         c_out=lambda sigma: sigma * 0 + 1,
         target=lambda y, n, alpha, s: y,
     ),
     "v": Prediction(
-        denoised=lambda x, v, sigma: (x / _root(sigma) - v * sigma) / _root(sigma),
-        c_out=lambda sigma: -sigma / _root(sigma),
+        denoised=ESTIMATES["v"],
+        c_out=lambda sigma: -sigma / ops.sqrt(ops.square(sigma) + 1),
         target=lambda y, n, alpha, s: n * alpha - y * s,
     ),
     "flow": Prediction(
-        denoised=lambda x, u, sigma: (x - u * sigma) / (sigma + 1),
+        denoised=ESTIMATES["flow"],
         c_out=lambda sigma: -sigma / (sigma + 1),
         target=lambda y, n, alpha, s: n - y,
     ),

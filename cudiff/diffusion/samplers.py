@@ -97,7 +97,8 @@ class Ends(NamedTuple):
     """(images, *arrays) -> what the sampler returns"""
     arrays: tuple[Tensor, ...]
     denoise: Callable[..., Any] | None = None
-    """(denoiser, x, sigma, labels, *arrays) -> the same, in place of a last step `to_image` and of `finish`"""
+    """(denoiser, x, sigma, labels, *arrays) -> the same, in place of a last step `to_image` and of `finish`; a graph
+    where a step is one. `callback` sees the steps before."""
 
 
 class Sampler:
@@ -125,6 +126,7 @@ class Sampler:
         self._all_steps: Captured | None = None  # None where they are too many
         own: Any = weakref.proxy(self)  # a circle would keep the graphs' memory until garbage is collected
         self._one_step = capture(lambda *inputs: own._drawn_step(*inputs), warmup=1, precompile=True)
+        self._last_step: tuple[Any, Any] = None, None  # of a call's `Ends.denoise`, and its graph
 
     def levels(self, sigmas: Sequence[float] | np.ndarray) -> np.ndarray:
         """`sigmas` as float64, checked."""
@@ -152,14 +154,14 @@ class Sampler:
         inputs = x, self._table(plans, x, dtype), counters, labels
         ends = ends or Ends(_first, _first, ())
         last, step = plans[-1], getattr(self.step, "__func__", self.step)
-        if callback is not None or last.noisy or last.to_image is not step:
-            ends = ends._replace(denoise=None)  # a callback sees the last step
+        if last.noisy or last.to_image is not step:
+            ends = ends._replace(denoise=None)
         if self._captured and callback is None and (counters is not None or not any(noisy for _, noisy in kinds)):
             images = self._at_once(kinds, ends, *inputs)
             if images is not None:
                 return images
-        if self._captured:
-            ends = ends._replace(denoise=None)  # the last step has a graph
+        if self._captured and ends.denoise is not None:
+            ends = ends._replace(denoise=self._denoising(ends.denoise))
         go = partial(self._go, self._one_step if self._captured else self._drawn_step, noise=noise, callback=callback)
         return self._whole(go, kinds, ends, *inputs, *ends.arrays)
 
@@ -198,6 +200,14 @@ class Sampler:
         x = go(kinds[:-1], x, table, counters, labels)
         sigma = Tensor(table.data[len(table) - kinds[-1][0]])
         return ends.denoise(self.denoiser, x, sigma, labels, *arrays)
+
+    def _denoising(self, denoise: Callable[..., Any]) -> Callable[..., Any]:
+        """`Ends.denoise` as a graph of its own."""
+        if self._last_step[0] is not denoise:
+            own: Any = weakref.proxy(self)
+            made = capture(lambda *inputs: denoise(own.denoiser, *inputs), warmup=1, precompile=True)
+            self._last_step = denoise, lambda denoiser, *inputs: made(*inputs)
+        return self._last_step[1]
 
     def _at_once(self, kinds: Kinds, ends: Ends, *inputs: Tensor | None) -> Any:
         """What all steps make of `inputs`, as one graph; None where they have too many launches."""

@@ -16,6 +16,7 @@ from cudiff.ops.edm import *
 from cudiff.ops.einsum import *
 from cudiff.ops.elementwise import *
 from cudiff.ops.embedding import *
+from cudiff.ops.frame import *
 from cudiff.ops.gelu import *
 from cudiff.ops.group_norm import *
 from cudiff.ops.grouped_linear import *

@@ -1,5 +1,5 @@
 """EDM's preconditioning (arXiv 2206.00364, Table 1), each in one pass: in training a network's input and target, in
-sampling its input and the denoised images from its output, or the frame that they make."""
+sampling its input and the denoised images from its output."""
 
 from __future__ import annotations
 
@@ -10,14 +10,10 @@ import numpy as np
 from cudiff.backend import Array, compute_dtype, float32, float64
 from cudiff.cuda.launch import MOST_ACROSS, aligned, blocks, empty, launch
 from cudiff.function import Function
-from cudiff.ops.blend import blend_to_uint8, number_of, share_of
-from cudiff.ops.cast import as_wide, astype, downcast, require_floats, result_dtype, upcast
-from cudiff.ops.lerp import lerp
-from cudiff.ops.reduce import sum
-from cudiff.ops.shape import split
+from cudiff.ops.cast import astype, downcast, require_floats, result_dtype, upcast
 from cudiff.tensor import Tensor
 
-__all__ = ["edm_frame", "edm_input", "edm_mix", "edm_output"]
+__all__ = ["edm_input", "edm_mix", "edm_output"]
 
 
 class Data(NamedTuple):
@@ -140,31 +136,6 @@ class EDMOutput(Function):
         return tuple(grads)
 
 
-class EDMFrame(Function):
-    """See `edm_frame`. One launch on CUDA."""
-
-    differentiable = False
-
-    @staticmethod
-    def compose(x, out, sigma, guidance, last, share, data):
-        x, out = as_wide(x, out)
-        image = edm_output(x, out, sigma, *data)
-        if guidance is not None:
-            conditional, plain = split(image, 2)
-            image = lerp(plain, conditional, guidance)
-        return blend_to_uint8(image, last, share), sum(image, tuple(range(2, image.ndim)))
-
-    @staticmethod
-    def forward_cuda(ctx, x, out, sigma, guidance, last, share, data):
-        frame, sums = empty(last.shape, last.dtype), empty(last.shape[:2], float32)
-        if sums.size:
-            row = last.size // sums.size
-            args = (frame, sums, x, out, sigma, guidance, last, share, np.array(data, np.float32), last.shape[1],
-                    np.int64(row))
-            launch("edm", "frame", sums.size, min(32 * blocks(row, 32), 256), args, T=x.dtype, VEC=0)
-        return frame, sums
-
-
 def edm_mix(images: Tensor, noise: Tensor, draw: Tensor, P_mean: float, P_std: float, sigma_data: float,
             c_noise_scale: float = 1.0, data_mean: float = 0.0, data_std: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
     """The network's input c_in·(y + sigma·z), its target, and c_noise = c_noise_scale·log(sigma), float32 (N,).
@@ -177,7 +148,7 @@ def edm_mix(images: Tensor, noise: Tensor, draw: Tensor, P_mean: float, P_std: f
     if images.shape != noise.shape or images.dtype != noise.dtype:
         raise ValueError(f"edm_mix: images {images.shape} {images.dtype} and noise {noise.shape} {noise.dtype} differ")
     require_floats("edm_mix", images, noise)
-    draw = _levels("edm_mix", images, draw)
+    draw = levels_of("edm_mix", images, draw)
     data = _data(sigma_data, data_mean, data_std)
     return EDMMix.apply(
         images, noise, draw, P_mean=float(P_mean), P_std=float(P_std), c_noise_scale=float(c_noise_scale), data=data
@@ -193,7 +164,7 @@ def edm_input(x: Tensor, sigma: Tensor, sigma_data: float, c_noise_scale: float,
     EDM, arXiv 2206.00364, Table 1.
     """
     require_floats("edm_input", x)
-    sigma = _levels("edm_input", x, sigma)
+    sigma = levels_of("edm_input", x, sigma)
     return EDMInput.apply(x, sigma, c_noise_scale=float(c_noise_scale), data=_data(sigma_data, data_mean, data_std))
 
 
@@ -205,47 +176,19 @@ def edm_output(x: Tensor, out: Tensor, sigma: Tensor, sigma_data: float, data_me
     sigma_data² / (s² + sigma_data²), c_out = s·sigma_data / sqrt(s² + sigma_data²). Raises ValueError where shapes do
     not agree. EDM, arXiv 2206.00364, equation 7 and Table 1.
     """
-    _check_output("edm_output", x, out)
-    sigma = _levels("edm_output", x, sigma)
+    if x.shape != out.shape:
+        raise ValueError(f"edm_output: x {x.shape} and the network's output {out.shape} differ")
+    require_floats("edm_output", x, out)
+    sigma = levels_of("edm_output", x, sigma)
     dtype = result_dtype(x, out)  # a sampler's images may have another than the network's
     return EDMOutput.apply(astype(x, dtype), astype(out, dtype), sigma, data=_data(sigma_data, data_mean, data_std))
-
-
-def edm_frame(
-    x: Tensor, out: Tensor, sigma: Tensor, last: Tensor, share: float | Tensor, sigma_data: float,
-    data_mean: float = 0.0, data_std: float = 1.0, guidance: float | Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """`blend_to_uint8` of `edm_output`'s estimate of the image, last and share, uint8 (N, H, ...); and the estimate's
-    sums over all axes but the first two, (N, H), which show values that are not finite: in float32, of float64 in that.
-
-    guidance: x, out and sigma are of 2 N images, N with a class, then the same without; the estimate is that without,
-    plus guidance times what the other is more. A number, or as share a float32 Tensor (1,), which each replay of a
-    graph reads. Sums run in a fixed order. No gradient. Raises TypeError and ValueError as these operations do.
-    """
-    _check_output("edm_frame", x, out)
-    if last.dtype != np.uint8:
-        raise TypeError(f"edm_frame: last must be uint8, not {last.dtype}")
-    if last.ndim < 2 or (len(last) * (1 if guidance is None else 2), *last.shape[1:]) != x.shape:
-        of = "" if guidance is None else ": with guidance x is of twice as many images"
-        raise ValueError(f"edm_frame: x {x.shape} and last {last.shape} do not agree{of}")
-    sigma, share = _levels("edm_frame", x, sigma), share_of("edm_frame", share, x.device)
-    guidance = guidance if guidance is None else number_of("edm_frame: guidance", guidance, x.device)
-    dtype = result_dtype(x, out)
-    return EDMFrame.apply(astype(x, dtype), astype(out, dtype), sigma, guidance, last, share,
-                          data=_data(sigma_data, data_mean, data_std))
-
-
-def _check_output(name: str, x: Tensor, out: Tensor) -> None:
-    if x.shape != out.shape:
-        raise ValueError(f"{name}: x {x.shape} and the network's output {out.shape} differ")
-    require_floats(name, x, out)
 
 
 def _data(sigma_data: float, mean: float, std: float) -> Data:
     return Data(float(sigma_data), float(mean), float(std))
 
 
-def _levels(name: str, images: Tensor, levels: Tensor) -> Tensor:
+def levels_of(name: str, images: Tensor, levels: Tensor) -> Tensor:
     """One number for each image, in float32 unless float64: 16-bit samplers have 16-bit levels."""
     if levels.shape != images.shape[:1]:
         raise ValueError(f"{name}: images {images.shape} and their noise levels {levels.shape} do not agree")

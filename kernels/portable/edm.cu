@@ -9,34 +9,14 @@
 //           is then the gradient of x for that of scaled
 //   output  the estimate of the image, data_mean + data_std (c_skip x + c_out out), x standardised; x or out may be null:
 //           with data_mean = 0 this is then the gradient of out or x for that of the estimate
-//   frame   bytes of the estimate, `blended` with those of `last`, and sums (N, rows) of the estimate over `row` elements each.
-//           Where `guidance` is not null, of u + guidance (c - u), c and u the estimates of images n and N + n of 2 N
-// Images, x, noise, out, target, scaled, denoised: T (N, size); draw, sigma, c_noise, sums: float (N); guidance, share: one float;
-// outputs overwrite. `sigma` given to input, output and frame is of the images, data_std times that of y.
+// Images, x, noise, out, target, scaled, denoised: T (N, size); draw, sigma, c_noise: float (N); outputs overwrite. `sigma` given
+// to input and output is of the images, data_std times that of y.
 // VEC=1: size and every T address are multiples of a 16-byte pack.
-// Launch: grid (N, any), any block; frame a block of a multiple of 32 threads for each row.
-#include "blend.cuh"
-#include "reduce.cuh"
+// Launch: grid (N, any), any block.
+#include "denoised.cuh"
 #include "vector.cuh"
 
 constexpr int V = VEC ? Pack<T>::SIZE : 1;
-
-struct Data { float sigma_data, mean, std; };
-
-__device__ __forceinline__ float c_in_of(float sigma, Data data) { return 1.0f / sqrtf(sigma * sigma + data.sigma_data * data.sigma_data); }
-
-// What of x and of the network's output is in the estimate of the image.
-struct Shares {
-    float c_skip, c_out;
-
-    __device__ __forceinline__ Shares(float sigma, Data data) {
-        float c_in = c_in_of(sigma, data);
-        c_skip = data.sigma_data * c_in * (data.sigma_data * c_in), c_out = data.sigma_data * sigma * c_in;
-    }
-    __device__ __forceinline__ float estimate(float x, float out, Data data) const {
-        return data.mean + c_skip * (x - data.mean) + data.std * c_out * out;
-    }
-};
 
 // each(i) for this thread's places in the image blockIdx.x.
 template <class Each> __device__ __forceinline__ void for_image(i64 size, Each each) {
@@ -83,7 +63,7 @@ extern "C" __global__ void input(T* scaled, float* c_noise, const T* __restrict_
 extern "C" __global__ void output(T* denoised, const T* __restrict__ x, const T* __restrict__ out, const float* __restrict__ sigmas,
                                   Data data, i64 size) {
     wait_for_previous();
-    Shares shares(sigmas[blockIdx.x] / data.std, data);
+    Shares<Predicts::EDM> shares(sigmas[blockIdx.x] / data.std, data);
     for_image(size, [&](i64 i) {
         float v[V] = {}, net[V] = {};
         if (x) load<V>(x + i, v);
@@ -92,25 +72,4 @@ extern "C" __global__ void output(T* denoised, const T* __restrict__ x, const T*
         for (int k = 0; k < V; k++) v[k] = shares.estimate(x ? v[k] : data.mean, net[k], data);
         store<V>(denoised + i, v);
     });
-}
-
-extern "C" __global__ void frame(u8* bytes, float* sums, const T* __restrict__ x, const T* __restrict__ out,
-                                 const float* __restrict__ sigmas, const float* guidance, const u8* last, const float* share, Data data,
-                                 int rows, i64 row) {
-    wait_for_previous();
-    int n = blockIdx.x / rows, N = gridDim.x / rows;
-    i64 without = gridDim.x * row;  // from an image with a class to the same without
-    Shares shares(sigmas[n] / data.std, data), plain_shares(sigmas[guidance ? N + n : n] / data.std, data);
-    float sum = 0.0f;
-    for (i64 i = blockIdx.x * row + threadIdx.x; i < (blockIdx.x + 1) * row; i += blockDim.x) {
-        float image = shares.estimate(to_float(x[i]), to_float(out[i]), data);
-        if (guidance) {
-            float plain = plain_shares.estimate(to_float(x[without + i]), to_float(out[without + i]), data);
-            image = plain + (image - plain) * *guidance;
-        }
-        bytes[i] = blended(image, last[i], *share);
-        sum += image;
-    }
-    sum = block_reduce<Sum>(sum);
-    if (threadIdx.x == 0) sums[blockIdx.x] = sum;
 }

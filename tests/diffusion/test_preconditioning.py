@@ -1,5 +1,7 @@
 """Denoisers: what the network is fed, what is made of its output, and guidance."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 
@@ -123,6 +125,10 @@ def test_learned_variance_is_split_off(rng):
     assert np.array_equal(denoiser(Tensor(x), sigma).numpy(), denoised.numpy())
     with pytest.raises(CudiffError, match="learned no variance"):
         DDPMDenoiser(RecordingNet(out[..., :3]), schedule).with_variance(Tensor(x), sigma)
+    few, last = DDPMDenoiser(RecordingNet(out[..., :2]), schedule), Tensor(np.zeros(x.shape, np.uint8))
+    for call in (few, partial(few.blended_frame, last=last, share=0.5)):
+        with pytest.raises(CudiffError, match=r"the model returned a Tensor of shape \(.*, 2\): return one of shape"):
+            call(Tensor(x), Tensor(np.full(len(x), 0.5)), labels=None)
 
 
 def by_label(x, sigma, labels):

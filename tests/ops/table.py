@@ -39,8 +39,8 @@ ELSEWHERE = {
         "argmax", "argmin", "argsort", "bincount", "one_hot", "searchsorted", "unique",
     ], "tests/ops/test_order.py"),
     **dict.fromkeys(["argwhere", "nonzero"], "tests/ops/test_index.py"),
-    "blend_to_uint8": "tests/ops/test_blend.py", "draw_batch": "tests/ops/test_batch.py",
-    "dropout": "tests/ops/test_dropout.py", "edm_frame": "tests/ops/test_edm.py",
+    "blend_to_uint8": "tests/ops/test_blend.py", "blended_frame": "tests/ops/test_frame.py",
+    "draw_batch": "tests/ops/test_batch.py", "dropout": "tests/ops/test_dropout.py",
 }
 
 

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from cudiff.ops import edm_frame, edm_input, edm_mix, edm_output
+from cudiff.ops import edm_input, edm_mix, edm_output
 from cudiff.tensor import Tensor
 from tests.check import TOLERANCE, check_op, relative_error
 
@@ -51,40 +51,6 @@ def test_input_and_output_of_the_network(device, rng, shape):
     check_op(denoised, x, out, device=device, dtypes=("float32", "bfloat16", "float16"))
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (2, 5, 3, 1), (3, 4, 67, 3), (1, 2, 100, 3), (2, 3)])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("guidance", [None, 1.5])
-def test_a_frame_is_the_blended_output(device, rng, shape, dtype, guidance):
-    n, share, data = shape[0], 0.3, (0.6, -0.2, 0.9)
-    both = (n if guidance is None else 2 * n, *shape[1:])
-    x, out = (Tensor(a, dtype="float32").astype(dtype) for a in rng.standard_normal((2, *both)))
-    sigma = Tensor(np.tile(np.exp(rng.standard_normal(n)), len(x) // n), dtype="float32")
-    last = Tensor(rng.integers(0, 256, shape).astype(np.uint8))
-    image = edm_output(*(Tensor(a.astype("float32").numpy(), dtype="float64") for a in (x, out, sigma)), *data).numpy()
-    if guidance is not None:
-        image = image[n:] + guidance * (image[:n] - image[n:])
-    given = [t.to(device) for t in (x, out, sigma, last)]
-    frame, sums = edm_frame(*given, share, *data, guidance)
-    assert frame.dtype == np.uint8 and sums.dtype == np.float32 and frame.device == sums.device == device
-    exact = np.clip((1 - share) * (image * 127.5 + 127.5) + share * last.numpy().astype(np.float64), 0, 255)
-    assert np.abs(frame.numpy() - exact).max() <= 0.5 + 1e-3
-    np.testing.assert_allclose(sums.numpy(), image.reshape(*shape[:2], -1).sum(2), rtol=1e-5, atol=1e-4)
-    told = (Tensor(np.array([number], np.float32), device=device) for number in (share, guidance or 0))
-    of_share, of_guidance = told
-    again, _ = edm_frame(*given, of_share, *data, None if guidance is None else of_guidance)
-    np.testing.assert_array_equal(again.numpy(), frame.numpy())
-
-
-def test_sums_of_a_frame_show_what_is_not_finite(device, rng):
-    x, out = (Tensor(a, dtype="float32", device=device) for a in rng.standard_normal((2, 2, 4, 3, 2)))
-    last, sigma = (Tensor(a, device=device) for a in (np.zeros(x.shape, np.uint8), np.ones(2, np.float32)))
-    for value, byte in ((np.nan, 0), (np.inf, 255), (-np.inf, 0)):
-        out.data[1, 2, 0, 1] = value
-        frame, sums = edm_frame(x, out, sigma, last, 0.0, 0.5)
-        assert frame.numpy()[1, 2, 0, 1] == byte
-        np.testing.assert_array_equal(np.argwhere(~np.isfinite(sums.numpy())), [[1, 2]])
-
-
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_levels_of_16_bits_are_taken_as_float32(device, rng, dtype):
     x = Tensor(rng.standard_normal((2, 3, 5, 1)), dtype="float32", device=device)
@@ -97,32 +63,18 @@ def test_levels_of_16_bits_are_taken_as_float32(device, rng, dtype):
 
 def test_no_images(device):
     x, sigma = (Tensor(np.empty(shape, np.float32), device=device) for shape in ((0, 4, 4, 1), (0,)))
-    last = Tensor(np.empty(x.shape, np.uint8), device=device)
-    made = (*edm_mix(x, x, sigma, -1.2, 1.2, 0.5), *edm_input(x, sigma, 0.5, 0.25), edm_output(x, x, sigma, 0.5),
-            *edm_frame(x, x, sigma, last, 0.5, 0.5))
-    assert [t.shape for t in made] == [x.shape, x.shape, (0,), x.shape, (0,), x.shape, x.shape, (0, 4)]
+    made = *edm_mix(x, x, sigma, -1.2, 1.2, 0.5), *edm_input(x, sigma, 0.5, 0.25), edm_output(x, x, sigma, 0.5)
+    assert [t.shape for t in made] == [x.shape, x.shape, (0,), x.shape, (0,), x.shape]
 
 
 def test_operands_must_agree():
     x, levels = Tensor(np.zeros((2, 3), np.float32)), Tensor(np.ones(3, np.float32))
-    last = Tensor(np.zeros((2, 3), np.uint8))
     for name, call in (
         ("edm_mix", lambda: edm_mix(x, x, levels, 0, 1, 0.5)),
         ("edm_input", lambda: edm_input(x, levels, 0.5, 1)),
         ("edm_output", lambda: edm_output(x, x[:, :2], levels, 0.5)),
-        ("edm_frame", lambda: edm_frame(x, x[:, :2], levels[:2], last, 0.5, 0.5)),
-        ("edm_frame", lambda: edm_frame(x, x, levels, last, 0.5, 0.5)),
-        ("edm_frame", lambda: edm_frame(x, x, levels[:2], last[:1], 0.5, 0.5)),
-        ("edm_frame.*twice as many", lambda: edm_frame(x, x, levels[:2], last, 0.5, 0.5, guidance=2.0)),
-        ("edm_frame: share is 0 to 1", lambda: edm_frame(x, x, levels[:2], last, 1.5, 0.5)),
     ):
         with pytest.raises(ValueError, match=name):
-            call()
-    for name, call in (
-        ("edm_frame: guidance is a number", lambda: edm_frame(x, x, levels[:2], last[:1], 0.5, 0.5, guidance=levels)),
-        ("edm_frame: last must be uint8", lambda: edm_frame(x, x, levels[:2], x, 0.5, 0.5)),
-    ):
-        with pytest.raises(TypeError, match=name):
             call()
 
 
