@@ -141,6 +141,8 @@ def more() -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "strided convolution", lambda: _back(ops.conv2d(
         tensor(64, 16, 16, 128, dtype="bfloat16"), tensor(128, 3, 3, 128), tensor(128), stride=2, padding=1))
     yield "layer norm of long rows", lambda: _back(ops.layer_norm(tensor(9, 10248), tensor(10248), tensor(10248)))
+    yield "modulated layer norm", lambda: _back(ops.layer_norm(
+        tensor(2, 9, 24, dtype="bfloat16"), tensor(2, 24), tensor(2, 24), plus_one=True))
     yield "comparisons", _comparisons
     yield "integers", _integers
     yield "rows of an index of int64", lambda: _back(tensor(3, 5)[Tensor([2, 0], dtype="int64", device="cuda")])
