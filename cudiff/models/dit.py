@@ -24,6 +24,7 @@ from cudiff.nn import (
 )
 from cudiff.ops.attention import MOST_HEAD_CHANNELS
 from cudiff.ops.cast import as_index
+from cudiff.ops.matmul import split_linear
 from cudiff.ops.timestep_embedding import noise_levels
 from cudiff.options import Option
 from cudiff.recompute import recomputed
@@ -66,7 +67,7 @@ def _modulation(hidden_size: int, vectors: int) -> Sequential:
 
 def _vectors(adaln: Sequential, silu_c: Tensor, vectors: int) -> tuple[Tensor, ...]:
     """Those of `_modulation`, float32 (N, D) each, of silu(c) (N, D) in the dtype of activations."""
-    return ops.split(ops.astype(adaln[1](silu_c), float32), vectors, axis=1)
+    return split_linear(silu_c, adaln[1].weight, adaln[1].bias, vectors)
 
 
 class PatchEmbed(Module):
