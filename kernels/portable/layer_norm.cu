@@ -40,7 +40,8 @@ __device__ __forceinline__ void unpack(const Raw& raw, float (&values)[V]) {
 __device__ __forceinline__ void load_weight(const float* p, float (&w)[V]) {
     load<V>(p, w);
 #pragma unroll
-    for (int k = 0; k < V; k++) w[k] += PLUS_ONE ? 1.0f : 0.0f;
+    for (int k = 0; k < V; k++)
+        if (PLUS_ONE) w[k] += 1.0f;
 }
 // d times the weight, of which w lies in memory: for weights that are read for every row, an operation less.
 __device__ __forceinline__ float weighted(float d, float w) { return PLUS_ONE ? fmaf(d, w, d) : d * w; }
