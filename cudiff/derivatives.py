@@ -190,10 +190,12 @@ def _of_cross_entropy(dout: Tensor, logits: Tensor, labels: Tensor) -> tuple[Ten
     return astype(error * (dout * (1 / len(logits))), logits.dtype), None
 
 
-def _of_layer_norm(dout: Tensor, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, ...]:
+def _of_layer_norm(dout: Tensor, x: Tensor, weight: Tensor, bias: Tensor, eps: float,
+                   plus_one: bool) -> tuple[Tensor, ...]:
     centred = x - mean(x, -1, keepdims=True)
     rstd = 1 / sqrt(mean(square(centred), -1, keepdims=True) + eps)
     normal, shared = centred * rstd, tuple(range(weight.ndim - 1, x.ndim - 1))
+    weight = weight + 1 if plus_one else weight
     slope = dout * (weight if weight.ndim == 1 else reshape(weight, (len(weight), *[1] * len(shared), x.shape[-1])))
     rest = mean(slope, -1, keepdims=True) + normal * mean(slope * normal, -1, keepdims=True)
     return astype(rstd * (slope - rest), x.dtype), sum(dout * normal, shared), sum(dout, shared)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import math
 import os
 import re
 import shutil
@@ -30,6 +31,7 @@ from cudiff.cuda import compiler, launch
 from cudiff.ops import optim
 from cudiff.ops.integer import integer
 from cudiff.ops.loss_scale import unscale
+from cudiff.ops.matmul import split_linear
 from cudiff.precision import allow_tf32
 from tests.ops.cases import Case, Numbers
 from tests.ops.table import ROWS
@@ -141,6 +143,10 @@ def more() -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "strided convolution", lambda: _back(ops.conv2d(
         tensor(64, 16, 16, 128, dtype="bfloat16"), tensor(128, 3, 3, 128), tensor(128), stride=2, padding=1))
     yield "layer norm of long rows", lambda: _back(ops.layer_norm(tensor(9, 10248), tensor(10248), tensor(10248)))
+    yield "modulated layer norm", lambda: _back(ops.layer_norm(
+        tensor(2, 9, 24, dtype="bfloat16"), tensor(2, 24), tensor(2, 24), plus_one=True))
+    yield "linear layer in parts", lambda: _back(math.prod(split_linear(
+        tensor(5, 24, dtype="bfloat16"), tensor(48, 24), tensor(48), 3)))
     yield "comparisons", _comparisons
     yield "integers", _integers
     yield "rows of an index of int64", lambda: _back(tensor(3, 5)[Tensor([2, 0], dtype="int64", device="cuda")])

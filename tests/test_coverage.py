@@ -1,6 +1,7 @@
 """Every kernel is launched on the stand-ins for a GPU of Hopper and for an older one, with checked arguments."""
 
 import functools
+import math
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from cudiff.backend import bfloat16
 from cudiff.cuda import compiler
 from cudiff.cuda.compiler import kernel_folder
 from cudiff.ops.integer import integer
+from cudiff.ops.matmul import split_linear
 from cudiff.optim import SGD, AdamW, Lion, LossScale, RMSprop, Tabulated
 from cudiff.precision import allow_tf32
 from cudiff.tensor import no_grad
@@ -58,9 +60,11 @@ CHOSEN = {  # for kernels that the others do not need: shapes of operands, and t
     "tf32": (((2, 8, 8, 64), (64, 3, 3, 64)), lambda x, w: allow_tf32()(ops.conv2d)(x, w, padding=1)),
     "wide norm": (((2, 4, 4096), (4096,), (4096,)), lambda x, w, b: ops.group_norm(x, w, b, num_groups=4)),
     "norm of long rows": (((2, 10248), (10248,), (10248,)), ops.layer_norm),
+    "modulated": (((2, 16), (2, 16), (2, 16)), functools.partial(ops.layer_norm, plus_one=True)),
     "norm": (((2, 16, 16, 64), (64,), (64,)), lambda x, w, b: ops.group_norm(x, w, b, num_groups=8)),
     "linear": (((1000, 512), (1024, 512)), ops.linear),
     "huber": (((4, 16), (4, 16)), ops.huber),
+    "linear in parts": (((4, 16), (32, 16), (32,)), lambda *x: math.prod(split_linear(*x, 2))),
     "linear of few rows": (((3, 1024), (1024, 1024)), ops.linear),
     "grouped linear of more rows": (((9, 8), (16, 8), (16,)), lambda x, w, b: ops.grouped_linear(x, [w], [b])[0]),
     "tanh-GELU": (((4, 16),), lambda x: ops.gelu(x, approximate="tanh")),

@@ -108,7 +108,7 @@ DEFAULTS = {
     ops.attention_qkv: dict(new_order=False),
     ops.draw_batch: dict(flip=False),
     ops.group_norm: dict(num_groups=32, eps=1e-5, silu=False),
-    ops.layer_norm: dict(eps=1e-5),
+    ops.layer_norm: dict(eps=1e-5, plus_one=False),
     ops.batch_norm: dict(momentum=0.1, eps=1e-5),
     ops.batch_norm_relu_pool: dict(momentum=0.1, eps=1e-5),
     ops.norm_silu_conv2d: dict(num_groups=32, eps=1e-5, silu=True, upsample=False, relu=False, statistics=True),

@@ -200,7 +200,7 @@ SECOND = {
     "cross entropy": lambda x: cudiff.cross_entropy(x**2, np.array([2, 0, 3])) * x.sum(),
     "gelu by tanh": lambda x: cudiff.gelu(x, "tanh") ** 2,
     "layer norm": lambda x: cudiff.layer_norm(x, x[0], x[1]) ** 2,
-    "modulated": lambda x: cudiff.layer_norm(x.reshape(2, 3, 2), x[:2, :2], x[1:, 2:]) ** 2,
+    "modulated": lambda x: cudiff.layer_norm(x.reshape(2, 3, 2), x[:2, :2], x[1:, 2:], plus_one=True) ** 2,
     "layer norm of rows": lambda x: cudiff.layer_norm(x, x * 2, x) ** 2,
     "embedding": lambda x: cudiff.embedding(Tensor(np.int32([[2, 0], [2, -1]])), x) ** 3,
     "softmax": lambda x: cudiff.softmax(x) ** 2, "log_softmax": lambda x: cudiff.log_softmax(x, 0) ** 2,

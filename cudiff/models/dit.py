@@ -24,6 +24,7 @@ from cudiff.nn import (
 )
 from cudiff.ops.attention import MOST_HEAD_CHANNELS
 from cudiff.ops.cast import as_index
+from cudiff.ops.matmul import split_linear
 from cudiff.ops.timestep_embedding import noise_levels
 from cudiff.options import Option
 from cudiff.recompute import recomputed
@@ -66,7 +67,7 @@ def _modulation(hidden_size: int, vectors: int) -> Sequential:
 
 def _vectors(adaln: Sequential, silu_c: Tensor, vectors: int) -> tuple[Tensor, ...]:
     """Those of `_modulation`, float32 (N, D) each, of silu(c) (N, D) in the dtype of activations."""
-    return ops.split(ops.astype(adaln[1](silu_c), float32), vectors, axis=1)
+    return split_linear(silu_c, adaln[1].weight, adaln[1].bias, vectors)
 
 
 class PatchEmbed(Module):
@@ -175,8 +176,8 @@ class Block(Module):
     def forward(self, x: Tensor, silu_c: Tensor) -> Tensor:
         """x (N, T, D) and silu(c) (N, D), both in the dtype of activations."""
         shift, scale, gate, shift2, scale2, gate2 = _vectors(self.adaLN_modulation, silu_c, 6)
-        x = self.attn(ops.layer_norm(x, scale + 1, shift, EPS), x, gate)
-        return self.mlp(ops.layer_norm(x, scale2 + 1, shift2, EPS), x, gate2)
+        x = self.attn(ops.layer_norm(x, scale, shift, EPS, plus_one=True), x, gate)
+        return self.mlp(ops.layer_norm(x, scale2, shift2, EPS, plus_one=True), x, gate2)
 
 
 class FinalLayer(Module):
@@ -189,7 +190,7 @@ class FinalLayer(Module):
 
     def forward(self, x: Tensor, silu_c: Tensor) -> Tensor:
         shift, scale = _vectors(self.adaLN_modulation, silu_c, 2)
-        rows = ops.reshape(ops.layer_norm(x, scale + 1, shift, EPS), (*x.shape[:2], 1, x.shape[2]))
+        rows = ops.reshape(ops.layer_norm(x, scale, shift, EPS, plus_one=True), (*x.shape[:2], 1, x.shape[2]))
         # a linear layer whose sums need not be rounded to 16 bits
         out = ops.norm_silu_conv2d(rows, weight=self.linear.weight, bias=self.linear.bias, dtype=float32)
         return ops.reshape(out, (*x.shape[:2], out.shape[3]))

@@ -33,13 +33,13 @@ class LayerNorm(Function):
     """See `layer_norm`."""
 
     @staticmethod
-    def forward_numpy(ctx, x, weight, bias, eps):
+    def forward_numpy(ctx, x, weight, bias, eps, plus_one):
         wide = upcast(x)
         mean = wide.mean(-1, keepdims=True)
         normal = wide - mean
         rstd = 1 / np.sqrt(np.square(normal).mean(-1, keepdims=True) + eps)
         normal *= rstd
-        spread = _spread(weight, x.ndim)
+        spread = _spread(weight + 1 if plus_one else weight, x.ndim)
         if any(ctx.needs):
             ctx.save(normal, spread, rstd)
             ctx.axes = tuple(range(weight.ndim - 1, x.ndim - 1))  # what shares a weight
@@ -58,10 +58,11 @@ class LayerNorm(Function):
         return downcast(dnormal, dout.dtype), dweight, dbias
 
     @staticmethod
-    def forward_cuda(ctx, x, weight, bias, eps):
+    def forward_cuda(ctx, x, weight, bias, eps, plus_one):
         rows, channels = x.size // x.shape[-1], x.shape[-1]
         y, mean, rstd = empty(x.shape, x.dtype), empty(rows, float32), empty(rows, float32)
         threads, constants = _threads(x, y, weight, bias)
+        constants["PLUS_ONE"] = ctx.plus_one = int(plus_one)
         shared, groups, tiles = _tiles(x, weight, "normalize")
         if groups and channels <= LONGEST:
             launch("layer_norm", "normalize", groups * tiles, threads,
@@ -83,6 +84,7 @@ class LayerNorm(Function):
             for need, target in zip(needs[1:], into[1:], strict=True)
         )
         threads, constants = _threads(x, dout, dx[0], weight)
+        constants["PLUS_ONE"] = ctx.plus_one
         sums = empty((2, groups, tiles, channels), float32) if needs[1] or needs[2] else (None, None)
         if groups and channels <= LONGEST:
             launch("layer_norm", "backward", groups * tiles, threads,
@@ -156,12 +158,13 @@ def _threads(x: Array, *others: Array | None) -> tuple[tuple[int, int], dict[str
     return (32 * warps, 4 if warps == 1 else 1), constants | {"WARPS": warps, "PACKS": packs}
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Tensor:
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5, plus_one: bool = False) -> Tensor:
     """(x - mean) / sqrt(var + eps)·weight + bias over the last axis of x (..., C), in x's dtype.
 
-    weight and bias (C,), or those of each image of x (N, ..., C), (N, C): DiT's modulation (arXiv 2212.09748) is
-    `layer_norm(x, scale + 1, shift)`. They are read as float32 where x is float32 or shorter. Raises ValueError where
-    shapes do not agree, TypeError for integers. Source: Ba, Kiros and Hinton, Layer Normalization, 2016, eq. 4.
+    weight and bias (C,), or those of each image of x (N, ..., C), (N, C). plus_one: 1 + weight takes weight's place, as
+    in DiT's modulation (arXiv 2212.09748), `layer_norm(x, scale, shift, plus_one=True)`. They are read as float32 where
+    x is float32 or shorter. Raises ValueError where shapes do not agree, TypeError for integers. Source: Ba, Kiros and
+    Hinton, Layer Normalization, 2016, eq. 4.
     """
     shapes = x.shape[-1:], (*x.shape[:1], *x.shape[-1:])
     if weight.shape != bias.shape or x.ndim == 0 or weight.shape not in (shapes if x.ndim > 1 else shapes[:1]):
@@ -169,4 +172,4 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Te
     if not x.shape[-1]:
         raise ValueError(f"layer_norm: x of shape {x.shape} has no channels to normalise")
     require_floats("layer_norm", x, weight, bias)
-    return LayerNorm.apply(x, *as_wide(weight, bias), eps=eps)
+    return LayerNorm.apply(x, *as_wide(weight, bias), eps=eps, plus_one=bool(plus_one))

@@ -16,13 +16,14 @@ from cudiff.cuda.kernels.gemm.matmul import rows_of
 from cudiff.cuda.kernels.gemm.product import Epilogue, as_float32
 from cudiff.cuda.kernels.gemm.table import linear as linear_cuda
 from cudiff.cuda.kernels.gemm.table import matmul as matmul_cuda
-from cudiff.cuda.kernels.shape import contiguous
+from cudiff.cuda.kernels.shape import contiguous, join_as, split_as
 from cudiff.cuda.launch import empty
 from cudiff.function import Function
-from cudiff.gradient import Slot
+from cudiff.gradient import Slot, State
 from cudiff.ops.cast import (
     as_tensor_beside,
     as_tensors,
+    as_wide,
     astype,
     downcast,
     require_float,
@@ -31,7 +32,7 @@ from cudiff.ops.cast import (
     upcast,
 )
 from cudiff.ops.reduce import sum_array, sum_rows_cuda, sum_to
-from cudiff.ops.shape import reshape
+from cudiff.ops.shape import reshape, split
 from cudiff.tensor import Tensor
 from cudiff.threads import PART_BYTES, cut, parallel_map, unflagged
 
@@ -160,6 +161,34 @@ class Linear(Function):
         return *gradients_cuda(x, weight, dout, sums, needs, into), dout if needs[3] else None
 
 
+class SplitLinear(Function):
+    """See `split_linear`. On CUDA one launch casts and splits the result, and another joins and casts the gradients of
+    its parts."""
+
+    @staticmethod
+    def compose(x, weight, bias, parts):
+        (out,) = as_wide(linear(x, weight, bias))
+        return split(out, parts, -1)
+
+    @staticmethod
+    def forward_cuda(ctx, x, weight, bias, parts):
+        return tuple(split_as(float32, Linear.forward_cuda(ctx, x, weight, bias, None), parts))
+
+    @staticmethod
+    def backward_cuda(ctx, *douts, needs, into):
+        x, weight = ctx.saved
+        dx, dweight, _ = gradients_cuda(x, weight, join_as(x.dtype, douts), None, (*needs[:2], False), into)
+        if not needs[2]:
+            return dx, dweight, None
+        dbias, add = gradient_target(into[2], weight.shape[:1], float32)
+        for dout, own in zip(douts, dbias.reshape(len(douts), -1), strict=True):
+            if dout is not None:
+                sum_rows_cuda(dout, Slot(own, State.HOLDS if add else State.EMPTY), dout)
+            elif not add:
+                own.fill(0)
+        return dx, dweight, dbias
+
+
 class GatedLinear(Function):
     """out = residual + gate · y with y = x·weightᵀ + bias, in one launch: the end of an adaLN-Zero block (Peebles and
     Xie, arXiv 2212.09748). dy = gate · dout, dgate = sum of dout · y over the rows of an image."""
@@ -278,3 +307,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tens
     if residual is None or x.ndim < 2 or gate.shape != (len(x), len(weight)):
         raise ValueError(f"linear: the gate {gate.shape} is not {(len(x), len(weight))}, beside a residual")
     return GatedLinear.apply(x, weight, bias, residual, gate)
+
+
+def split_linear(x: Tensor, weight: Tensor, bias: Tensor, parts: int) -> tuple[Tensor, ...]:
+    """linear(x, weight, bias) (..., out) as `parts` tensors (..., out / parts) of float32, or of float64 for float64.
+
+    Raises ValueError for other than 1 to 16 equal parts.
+    """
+    if not 1 <= parts <= 16 or len(weight) % parts:
+        raise ValueError(f"split_linear: {len(weight)} outputs do not make {parts} equal parts, of 16 at most")
+    return SplitLinear.apply(x, weight, bias, parts=parts)

@@ -1,12 +1,11 @@
 // The gated residual of adaLN-Zero: out = residual + gate · y, and its gradients.
 //
 //   residual, y, out, dout, dy   T (images, rows, C). out may be y. out and dy are overwritten.
-//   gate, dgate                  float (images, C). dgate is overwritten, or accumulated where `add`.
-//   partials, dy_sums            float (images, tiles, C): the sums of dout · y and of dy over each of `tiles` tiles of rows.
-//                                sum_tiles adds the partials in the order of the tiles to dgate.
-// VEC=1: C and every T address are multiples of a 16-byte pack; gate, partials and dy_sums start at multiples of 16 bytes.
-// Launch: forward and backward (images * CEIL_DIV(C, 32 * V), tiles) blocks of (32, 8) threads; sum_tiles one thread for each
-// element of dgate, 256 a block.
+//   gate                         float (images, C)
+//   gate_sums, dy_sums           float (images, tiles, C), overwritten: the sums of dout · y, of which dgate is the sum over
+//                                tiles, and of dy over each of `tiles` tiles of rows.
+// VEC=1: C and every T address are multiples of a 16-byte pack; gate, gate_sums and dy_sums start at multiples of 16 bytes.
+// Launch: (images * CEIL_DIV(C, 32 * V), tiles) blocks of (32, 8) threads.
 #include "vector.cuh"
 
 constexpr int V = VEC ? Pack<T>::SIZE : 1;
@@ -53,9 +52,9 @@ __device__ __forceinline__ void over_rows(float (&sum)[V]) {
         for (int k = 0; k < V; k++) sum[k] += sums[y][threadIdx.x][k];
 }
 
-// dy = gate · dout; partials = the sums of dout · y, dy_sums = those of dy. dy is neither dout nor y: so four rows are loaded
+// dy = gate · dout; gate_sums = the sums of dout · y, dy_sums = those of dy. dy is neither dout nor y: so four rows are loaded
 // before the first is stored. 32,768 rows of 1152 bf16 take 57 us on an H200, and took 76.
-extern "C" __global__ void backward(T* __restrict__ dy, float* partials, float* dy_sums, const T* __restrict__ dout,
+extern "C" __global__ void backward(T* __restrict__ dy, float* gate_sums, float* dy_sums, const T* __restrict__ dout,
                                     const T* __restrict__ y, const float* gate, int rows, int C) {
     wait_for_previous();
     Place at = place(rows, C);
@@ -79,16 +78,6 @@ extern "C" __global__ void backward(T* __restrict__ dy, float* partials, float* 
     over_rows(sum);
     if (threadIdx.y || at.c >= C) return;
     i64 i = at.gate * gridDim.y + (i64)blockIdx.y * C + at.c;
-    store<V>(partials + i, product);
+    store<V>(gate_sums + i, product);
     store<V>(dy_sums + i, sum);
-}
-
-extern "C" __global__ void sum_tiles(float* dgate, int add, const float* partials, int tiles, int C, i64 n) {
-    wait_for_previous();
-    i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
-    if (i >= n) return;
-    const float* from = partials + i / C * tiles * C + i % C;
-    float sum = add ? dgate[i] : 0.0f;
-    for (int t = 0; t < tiles; t++) sum += from[(i64)t * C];
-    dgate[i] = sum;
 }

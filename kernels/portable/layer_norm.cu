@@ -1,7 +1,8 @@
 // Layer norm: y = xhat * weight + bias, xhat = (x - mean) * rstd over each row.
 //
 //   x, y, dy, dx   T (M, C), row-major. y is overwritten; dx is overwritten, or accumulated where `add`.
-//   weight, bias   float (M / rows, C): each `rows` consecutive rows of x share one row.
+//   weight, bias   float (M / rows, C): each `rows` consecutive rows of x share one row. Under PLUS_ONE the weight is 1 + what
+//                  lies there.
 //   mean, rstd     float (M), overwritten. M is at most 2^31 - 2048.
 // VEC=1: C and every T address are multiples of a 16-byte pack. WARPS warps share a row, and each thread holds PACKS packs of
 // it: WARPS * 32 * PACKS packs are at least a row.
@@ -34,6 +35,16 @@ __device__ __forceinline__ void unpack(const Raw& raw, float (&values)[V]) {
 #pragma unroll
     for (int k = 0; k < V; k++) values[k] = to_float(reinterpret_cast<const T*>(&raw)[k]);
 }
+
+// The weight of V columns.
+__device__ __forceinline__ void load_weight(const float* p, float (&w)[V]) {
+    load<V>(p, w);
+#pragma unroll
+    for (int k = 0; k < V; k++)
+        if (PLUS_ONE) w[k] += 1.0f;
+}
+// d times the weight, of which w lies in memory: for weights that are read for every row, an operation less.
+__device__ __forceinline__ float weighted(float d, float w) { return PLUS_ONE ? fmaf(d, w, d) : d * w; }
 
 // Bring a row to L2 without waiting for it. Called by all threads of the row.
 __device__ __forceinline__ void prefetch_row(const T* row, int C) {
@@ -75,7 +86,7 @@ normalize(T* y, float* mean, float* rstd, const T* x, const float* weight, const
     load_raws(tile.first);
 #pragma unroll
     for (int n = 0; n < PACKS; n++)
-        if (column(n) < C) load<V>(weight + column(n), w[n]), load<V>(bias + column(n), b[n]);
+        if (column(n) < C) load_weight(weight + column(n), w[n]), load<V>(bias + column(n), b[n]);
     for (int row = tile.first; row < tile.last; row += ROWS) {
         float v[PACKS][V], sum = 0.0f, square = 0.0f;
 #pragma unroll
@@ -136,8 +147,8 @@ backward(T* dx, int add, float* bias_sums, float* weight_sums, const T* dy, cons
                 xhat[k] = (xhat[k] - mu) * r;
                 total[n][k].x += d[k];
                 total[n][k].y += d[k] * xhat[k];
-                sum += d[k] * w[k];
-                product += d[k] * w[k] * xhat[k];
+                sum += weighted(d[k], w[k]);
+                product += weighted(d[k], w[k]) * xhat[k];
             }
         }
         if (!dx) continue;
@@ -158,7 +169,7 @@ backward(T* dx, int add, float* bias_sums, float* weight_sums, const T* dy, cons
             unpack(raw_dy[n], d);
             if (add) unpack(before[n], gradient);
 #pragma unroll
-            for (int k = 0; k < V; k++) gradient[k] += r * (d[k] * w[k] - sum - (xhat[k] - mu) * r * product);
+            for (int k = 0; k < V; k++) gradient[k] += r * (weighted(d[k], w[k]) - sum - (xhat[k] - mu) * r * product);
             store<V>(dx + (i64)row * C + column(n), gradient);
         }
     }
@@ -229,8 +240,8 @@ products(float2* means, const T* dy, const T* x, const float* mean, const float*
         load<V>(weight + c, w);
 #pragma unroll
         for (int k = 0; k < V; k++) {
-            sum += d[k] * w[k];
-            product += d[k] * w[k] * (v[k] - mu) * r;
+            sum += weighted(d[k], w[k]);
+            product += weighted(d[k], w[k]) * (v[k] - mu) * r;
         }
     }
     sum = block_reduce<Sum>(sum) / C;
@@ -253,7 +264,7 @@ columns(T* y, const float* mean, const float* rstd, const T* x, const float* wei
     int c = (blockIdx.y * blockDim.x + threadIdx.x) * V;
     if (c >= C) return;
     float w[V], b[V];
-    load<V>(weight + (i64)tile.group * C + c, w);
+    load_weight(weight + (i64)tile.group * C + c, w);
     load<V>(bias + (i64)tile.group * C + c, b);
     for (int row = tile.first; row < tile.last; row += AHEAD) {
         Raw raw[AHEAD];
@@ -279,7 +290,7 @@ backward_columns(T* dx, int add, float* bias_sums, float* weight_sums, const T* 
     int c = (blockIdx.y * blockDim.x + threadIdx.x) * V;
     if (c >= C) return;
     float w[V], of_bias[V] = {}, of_weight[V] = {};
-    load<V>(weight + (i64)tile.group * C + c, w);
+    load_weight(weight + (i64)tile.group * C + c, w);
     for (int row = tile.first; row < tile.last; row += AHEAD) {
         Raw raw_x[AHEAD], raw_dy[AHEAD];
         load_rows(raw_x, x, row, tile.last, C, c);

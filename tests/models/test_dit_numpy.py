@@ -184,8 +184,9 @@ def test_it_trains_is_saved_and_samples(objective, tmp_path):
         np.testing.assert_array_equal(pipeline.net.state_dict()[name], value)
 
 
-def test_what_a_block_launches_in_sampling(host_of):
-    """The gates, GELU and both residuals are in the launches of linear layers."""
+def test_what_a_block_launches(host_of):
+    """The gates, GELU and both residuals are in the launches of linear layers, the scales in those of layer norms. The
+    six vectors are split by one launch, and their gradients joined by one."""
     host = host_of(True)
     model = DiT(32, 4, 2, hidden_size=256, depth=1, num_heads=4)
     model.precision = "bf16"
@@ -196,8 +197,15 @@ def test_what_a_block_launches_in_sampling(host_of):
         before = len(host.launches)
         model.blocks[0](x, silu_c)
     stems = Counter(stem for stem, _ in host.launches[before:])
-    assert not {stem for stem in stems if stem.startswith("elementwise")}, stems
-    assert stems["arithmetic"] == 2, stems  # scale + 1, of both norms
+    assert stems == {"conv2d_sm90": 1, "cast": 1, "layer_norm": 2, "gemm_sm90": 4, "attention_sm90": 1}
+    x.requires_grad = silu_c.requires_grad = True
+    out = model.blocks[0](x, silu_c)
+    before = len(host.launches)
+    out.backward(out.data)
+    stems = Counter(stem for stem, _ in host.launches[before:])
+    assert (stems["cast"], stems["gated"], stems["layer_norm"], stems["attention_sm90"]) == (1, 2, 2, 2), stems
+    assert stems.keys() <= {"cast", "gated", "layer_norm", "attention_sm90", "gemm_sm90", "conv2d_sm90",
+                            "conv2d_wgrad_sm90", "accumulate"}, stems
 
 
 def test_labels_that_are_none_are_refused():

@@ -352,12 +352,14 @@ def _upsample_nearest(n: Numbers) -> Case:
 def _layer_norm(n: Numbers) -> Case:
     images, rows, c, eps = (n.size(1, 3),) * n.size(0, 1), n.size(), n.size(2, 8, 33, 257), 0.05
 
+    plus_one = bool(n.size(0, 1))
+
     def meaning(x: np.ndarray, w: np.ndarray, b: np.ndarray) -> np.ndarray:
         normal = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + eps)
-        return normal * w[..., None, :] + b[..., None, :]
+        return normal * (w + plus_one)[..., None, :] + b[..., None, :]
 
     x, w, b = n.values(*images, rows, c), n.values(*images, c), n.values(*images, c)
-    return Case(lambda *a: ops.layer_norm(*a, eps), (x, w, b), meaning, terms=c * rows, fp32=(1, 2))
+    return Case(lambda *a: ops.layer_norm(*a, eps, plus_one), (x, w, b), meaning, terms=c * rows, fp32=(1, 2))
 
 
 def _group_norm(x: np.ndarray, w: np.ndarray, b: np.ndarray, groups: int, eps: float) -> np.ndarray:

@@ -1,3 +1,5 @@
+import functools
+
 import numpy as np
 import pytest
 
@@ -24,17 +26,18 @@ def test_layer_norm(device, rng, shape):
 @pytest.mark.parametrize("shape", [
     (3, 8), (2, 5, 24), (3, 2, 3, 320), (2, 70, 33), (300, 3, 16), (1, 1031, 8), (2, 21, 12296),
 ])
-def test_each_image_its_own(device, rng, shape):
-    """DiT's modulation: weight and bias (N, C)."""
+@pytest.mark.parametrize("plus_one", [False, True])
+def test_each_image_its_own(device, rng, shape, plus_one):
+    """Weight and bias (N, C), or as DiT's modulation a scale in the weight's place."""
     weight, bias = (rng.standard_normal((shape[0], shape[-1])) for _ in range(2))
 
     def plain(x, w, b):
         between = (shape[0], *(1,) * (len(shape) - 2), shape[-1])
-        return torch.nn.functional.layer_norm(x, shape[-1:]) * w.reshape(between) + b.reshape(between)
+        return torch.nn.functional.layer_norm(x, shape[-1:]) * (w + plus_one).reshape(between) + b.reshape(between)
 
     check_op(
-        layer_norm, rng.standard_normal(shape) * 2 + 0.5, weight, bias, device=device,
-        dtypes=("float32", "bfloat16", "float16"), fp32_inputs=(1, 2), torch_fn=plain,
+        functools.partial(layer_norm, plus_one=plus_one), rng.standard_normal(shape) * 2 + 0.5, weight, bias,
+        device=device, dtypes=("float32", "bfloat16", "float16"), fp32_inputs=(1, 2), torch_fn=plain,
     )
 
 

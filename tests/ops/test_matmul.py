@@ -14,7 +14,7 @@ from cudiff.cuda.kernels.gemm import whole
 from cudiff.cuda.kernels.gemm.problem import Matrix, Product
 from cudiff.cuda.kernels.gemm.table import LINEAR, MATMUL
 from cudiff.cuda.kernels.gemm.table import matmul as multiply
-from cudiff.ops.matmul import linear, matmul
+from cudiff.ops.matmul import linear, matmul, split_linear
 from cudiff.precision import allow_tf32
 from cudiff.tensor import Tensor
 from tests.check import check_op, relative_error, torch
@@ -301,3 +301,53 @@ def test_two_dtypes_meet_in_the_wider_one(rng):
     a, b = Tensor(rng.standard_normal((3, 4)), dtype="bfloat16"), Tensor(rng.standard_normal((4, 5)), dtype="float32")
     assert matmul(a, b).dtype == matmul(b.T, a.T).dtype == np.float32
     np.testing.assert_allclose(matmul(a, b).data, a.data.astype(np.float32) @ b.data, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape, outputs, parts", [
+    ((5, 24), 48, 6), ((2, 3, 7), 21, 3), ((130, 16), 64, 2), ((3, 8), 8, 1), ((1, 9), 16, 16), ((1100, 8), 16, 2),
+], ids=str)
+def test_a_linear_layer_in_parts(device, rng, shape, outputs, parts):
+    check_op(
+        lambda x, w, b: split_linear(x, w, b, parts), rng.standard_normal(shape),
+        rng.standard_normal((outputs, shape[-1])), rng.standard_normal(outputs), device=device, fp32_inputs=(2,),
+        dtypes=("float32", "bfloat16", "float16"),
+        torch_fn=lambda x, w, b: torch.nn.functional.linear(x, w, b).chunk(parts, -1),
+    )
+
+
+def test_parts_without_a_gradient_and_operands_that_have_some(device, rng):
+    """A part that nothing uses counts as zero; gradients are added to those of another layer."""
+    check_op(
+        lambda x, w, b: split_linear(x, w, b, 3)[1] + split_linear(x * 2.0, w, b, 3)[0] + linear(x, w, b)[:, :8],
+        rng.standard_normal((6, 16)), rng.standard_normal((24, 16)), rng.standard_normal(24), device=device,
+        dtypes=("float32",),
+    )
+    x, weight, bias = (Tensor(rng.standard_normal(size), dtype="float32", device=device, requires_grad=size == 24)
+                       for size in ((6, 16), (24, 16), 24))
+    split_linear(x, weight, bias, 3)[2].sum().backward()
+    np.testing.assert_array_equal(Tensor(bias.grad).numpy(), [0] * 16 + [6] * 8)
+
+
+def test_a_part_is_float32_and_parts_are_equal(device, rng):
+    x, weight, bias = (Tensor(rng.standard_normal(size), dtype="bfloat16", device=device)
+                       for size in ((6, 16), (24, 16), 24))
+    (whole,) = split_linear(x, weight, bias, 1)
+    assert whole.dtype == np.float32
+    np.testing.assert_array_equal(whole.numpy(), linear(x, weight, bias).numpy().astype(np.float32))
+    for parts in (0, 5, 24):
+        with pytest.raises(ValueError, match="equal parts, of 16 at most"):
+            split_linear(x, weight, bias, parts)
+
+
+def test_parts_take_one_launch_beside_each_product(host_of):
+    host = host_of(True)
+    x, weight = (Tensor(host.zeros(shape, bfloat16), requires_grad=True) for shape in ((128, 1152), (6912, 1152)))
+    bias = Tensor(host.zeros((6912,), np.float32), requires_grad=True)
+    before = len(host.launches)
+    parts = split_linear(x, weight, bias, 6)
+    assert [stem for stem, _ in host.launches[before:]] == ["conv2d_sm90", "cast"]
+    loss = parts[0] * parts[1] * parts[2] * parts[3] * parts[4] * parts[5]
+    before = len(host.launches)
+    loss.backward(loss.data)
+    launches = [launch for launch in host.launches[before:] if launch[0] != "arithmetic"]
+    assert launches[0] == ("cast", "join") and launches[-1] == ("accumulate", "sum_rows") and len(launches) == 4

@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numpy as np
-
 from cudiff.backend import Array, float32
 from cudiff.cuda.accumulate import gradient_target
 from cudiff.cuda.device import multiprocessors
 from cudiff.cuda.launch import address, aligned, blocks, empty, launch
+from cudiff.cuda.sums import add_rows
 from cudiff.gradient import Slot
 
 ROWS = 64  # of a tile, at least
@@ -24,17 +23,17 @@ def add_gated(residual: Array, y: Array, gate: Array, rows: int, out: Array) -> 
 
 def gate_gradients(dout: Array, y: Array, gate: Array, into: Slot | None) -> tuple[Array, Array, Array]:
     """The gradients of `add_gated` for y (N, ..., C). Returns dy = gate · dout; dgate = the sums of dout · y over an
-    image's rows, written where `gradient_target` says; and SUMS of dy over tiles of rows, float32 (N, tiles, C)."""
+    image's rows, written where `gradient_target` says, of several tiles deferred like `add_rows`; and SUMS of dy over
+    tiles of rows, float32 (N, tiles, C)."""
     (images, channels), rows, dy = gate.shape, math.prod(y.shape[1:-1]), empty(y.shape, y.dtype)
     dgate, add = gradient_target(into, gate.shape, float32)
     grid, constants = _sizes(gate, rows, dy, dout, y)
     at_once = grid[1] == 1 and not add and address(dgate) % 16 == 0
-    partials = dgate if at_once else empty((images, grid[1], channels), float32)
+    gate_sums = dgate if at_once else empty((images, grid[1], channels), float32)
     sums = empty((images, grid[1], channels), float32)
-    launch("gated", "backward", grid, (32, 8), (dy, partials, sums, dout, y, gate, rows, channels), **constants)
+    launch("gated", "backward", grid, (32, 8), (dy, gate_sums, sums, dout, y, gate, rows, channels), **constants)
     if not at_once:
-        launch("gated", "sum_tiles", blocks(gate.size, 256), 256,
-               (dgate, add, partials, grid[1], channels, np.int64(gate.size)), T=y.dtype, VEC=0)
+        add_rows(gate_sums, dgate, add)
     return dy, dgate, sums
 
 

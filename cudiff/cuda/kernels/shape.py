@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -95,6 +96,7 @@ def _unit(array: Array) -> np.dtype:
 
 _MOST_PARTS = 16
 COUNTED = 2**32  # packs or elements, which the kernel counts in 32 bits, are fewer
+_EACH = np.dtype([("each", "u8", _MOST_PARTS)])
 _PARTS = np.dtype([("parts", "u8", _MOST_PARTS), ("first", "u4", _MOST_PARTS + 1), ("count", "i4")])
 
 
@@ -121,6 +123,34 @@ def join(out: Array, parts: Sequence[Array], axis: int) -> None:
         table["first"][: len(some) + 1] = first
         sizes = map(np.uint32, (rows, columns[-1], columns[begin]))
         launch("shape", name, blocks(rows * int(first[-1]), 1024), 256, (out, *sizes, table), T=_unit(out))
+
+
+def split_as(dtype: np.dtype, x: Array, parts: int) -> Array:
+    """The columns of x (..., parts · width) in equal parts, (parts, ..., width), of this dtype."""
+    *lengths, columns = x.shape
+    width = columns // parts
+    out = empty((parts, *lengths, width), dtype)
+    _cast_parts("split", x, x.dtype, out, parts, width, out, x)
+    return out
+
+
+def join_as(dtype: np.dtype, parts: Sequence[Array | None]) -> Array:
+    """Up to 16 parts (..., width) of one dtype side by side, (..., parts · width), of this dtype. Of None there are
+    zeros."""
+    given = [part for part in parts if part is not None]
+    *lengths, width = given[0].shape
+    out, table = empty((*lengths, len(parts) * width), dtype), np.zeros((), _EACH)
+    table["each"][: len(parts)] = [0 if part is None else address(part) for part in parts]
+    _cast_parts("join", table, given[0].dtype, out, len(parts), width, out, *given)
+    return out
+
+
+def _cast_parts(name: str, x: Any, dtype: np.dtype, out: Array, parts: int, width: int, *arrays: Array) -> None:
+    """Launch a kernel of cast.cu that reads x, of this dtype, and writes `out`. arrays: all that it reads or writes."""
+    pack = 8 if width % 8 == 0 and math.gcd(*map(address, arrays)) % 16 == 0 else 1
+    if out.size:
+        launch("cast", name, out.size // width, 32 * min(8, blocks(width, 32 * pack)), (x, out, parts, width, pack),
+               FROM=dtype, TO=out.dtype)
 
 
 def _in_packs(sizes: tuple[int, ...], strides: Sequence[tuple[int, ...]], out: Array, x: Array) -> bool:
