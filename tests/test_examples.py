@@ -183,7 +183,7 @@ def test_a_table_says_which_kernel_serves_a_problem(capsys):
         exec(code.replace("(32, 8, 8, 256)", f"({images}, 8, 8, 256)"), {})
         a100, h200 = capsys.readouterr().out.splitlines()
         assert a100.endswith("{'norm backward'} set()") == (images in fused)
-        assert h200 == (expected[1] if images < 74 else "sm_90a gemm_sm90 set() {'norm backward'}")
+        assert h200 == expected[1]
 
 
 @pytest.mark.skipif(cuda_available(), reason="there is a GPU")

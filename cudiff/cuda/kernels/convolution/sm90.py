@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -307,12 +308,15 @@ def time(chosen: Plan, shape: tuple[int, ...], outputs: int, kernel: tuple[int, 
         + chosen.tile.skip * (max(last, own) - max(first, own))
         for first, last in splits_of(own + skips, chosen.cluster)
     )
+    weights = outputs * (math.prod(kernel) * shape[3] + skip) * itemsize / 1e6  # with few images to be read from memory
     if chosen.together:
         shares = tiles * blocks(outputs, CHANNELS) / chosen.blocks
-        exchange = 0.8 * min(3, 1 / shares)  # a tile of so many blocks
-        return 4.2 + (shares + 1) * chosen.tile.iteration + 1.2 * shares * taps * chosen.tile.step + exchange
+        products = max(1.07 * shares * taps * chosen.tile.step, weights / 3.4)
+        exchange = (0.13 + 0.004 * chosen.tile.pixels) / shares  # by a tile's blocks in turn
+        return 4.9 + (shares + 1) * chosen.tile.iteration + products + exchange
     iterations = blocks(tiles, chosen.blocks)
-    return 3.4 + iterations * (chosen.tile.iteration + taps * chosen.tile.step) + (0.7 if chosen.cluster > 1 else 0.0)
+    products = max(iterations * taps * chosen.tile.step, weights / 2.8)
+    return 3.4 + iterations * chosen.tile.iteration + products + (0.7 if chosen.cluster > 1 else 0.0)
 
 
 plan = Planner("conv2d_sm90", plans, time, version=2)
