@@ -23,8 +23,12 @@ CASES = [
 
 
 def several(shape, outputs, kernel, itemsize, skip=0):
-    """The plans with several images in a tile, of which there is one at least."""
-    found = [plan for plan in sm90.plans(shape, outputs, kernel, itemsize, skip, False) if plan.images > 1]
+    """The plans with several images in a tile, of this GPU, and of three multiprocessors: a block has several tiles."""
+    found = []
+    for count in (sm90.multiprocessors(), 3):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sm90, "multiprocessors", lambda count=count: count)
+            found += [plan for plan in sm90.plans(shape, outputs, kernel, itemsize, skip, False) if plan.images > 1]
     assert found
     return found
 
