@@ -138,9 +138,10 @@ def more() -> Iterator[tuple[str, Callable[[], Any]]]:
         tensor(*shape, dtype="bfloat16") for shape in ((2, 70, 24), (40, 24), (40,), (2, 70, 40), (2, 40)))))
     yield "convolution by stream-K", lambda: ops.conv2d(
         tensor(24, 16, 16, 320, dtype="bfloat16"), tensor(192, 3, 3, 320), padding=1)
-    for size in ((64, 8, 8, 192), (40, 8, 8, 512)):
-        yield f"convolution of tiles of several images, {size[3]} channels", lambda s=size: _back(ops.conv2d(
-            tensor(*s, dtype="bfloat16"), tensor(256, 3, 3, s[3]), padding=1))
+    for size in ((65, 8, 8, 192), (41, 8, 8, 512)):  # the last tile lacks an image
+        yield f"norm_silu_conv2d of tiles of several images, {size[3]} channels", lambda s=size: _back(
+            ops.norm_silu_conv2d(tensor(*s, dtype="bfloat16"), weight=tensor(256, 3, 3, s[3]), norm_weight=tensor(s[3]),
+                                 norm_bias=tensor(s[3]), emb=tensor(s[0], 256)))
     yield "convolution of small images", lambda: _back(ops.conv2d(
         tensor(200, 2, 2, 136, dtype="bfloat16"), tensor(136, 3, 3, 136), tensor(136), padding=1))
     yield "strided convolution", lambda: _back(ops.conv2d(

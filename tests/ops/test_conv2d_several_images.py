@@ -23,8 +23,12 @@ CASES = [
 
 
 def several(shape, outputs, kernel, itemsize, skip=0):
-    """The plans with several images in a tile, of which there is one at least."""
-    found = [plan for plan in sm90.plans(shape, outputs, kernel, itemsize, skip, False) if plan.images > 1]
+    """The plans with several images in a tile, of this GPU, and of three multiprocessors: a block has several tiles."""
+    found = []
+    for count in (sm90.multiprocessors(), 3):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sm90, "multiprocessors", lambda count=count: count)
+            found += [plan for plan in sm90.plans(shape, outputs, kernel, itemsize, skip, False) if plan.images > 1]
     assert found
     return found
 
@@ -45,10 +49,23 @@ def test_the_smallest_tile_that_images_fit():
     assert all(plan.images == 1 for plan in sm90.plans((9, 8, 8, 64), 64, (3, 3), 2, 0, True))
 
 
-def test_each_plan_has_a_choice_of_its_own():
-    plans = sm90.plans((32, 8, 8, 512), 512, (3, 3), 2, 0, False)
+@pytest.mark.parametrize("size", [8, 7, 3])
+def test_each_plan_has_a_choice_of_its_own(size):
+    """One image of 7 x 7 and two have tiles of 128 pixels; of 3 x 3, one to three have tiles of 64 or 96."""
+    plans = sm90.plans((32, size, size, 512), 512, (3, 3), 2, 0, False)
     assert len({tuple(plan.choice) for plan in plans}) == len(plans)
     assert {plan.images for plan in plans if plan.together} == {1, 2, 3}
+
+
+@pytest.mark.parametrize("images, size, channels, outputs, taken", [
+    (32, 8, 768, 768, 3), (32, 8, 1536, 768, 3), (16, 8, 768, 768, 2), (16, 8, 1536, 768, 2), (64, 8, 512, 512, 2),
+    (40, 8, 320, 320, 2), (128, 8, 256, 256, 2), (256, 7, 128, 128, 2), (20, 7, 512, 512, 2), (64, 6, 384, 384, 3),
+    (32, 8, 256, 256, 1), (2, 8, 1536, 1536, 1),
+])
+def test_the_rule_takes_them_where_they_were_faster(images, size, channels, outputs, taken):
+    """As measured on an H200: docs/kernel-notes.md."""
+    chosen, = sm90.plan.by_rule((images, size, size, channels), outputs, (3, 3), 2, 0, False)
+    assert chosen.images == taken
 
 
 @pytest.mark.gpu

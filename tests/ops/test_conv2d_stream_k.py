@@ -20,15 +20,16 @@ def test_blocks_share_all_steps(monkeypatch, count):
     monkeypatch.setattr(sm90, "multiprocessors", lambda: count)
     taken = 0
     for images in (1, 2, 3, 16, 33):
-        for size in ((1, 1), (7, 9), (16, 16), (33, 70)):
+        for size in ((1, 1), (8, 8), (7, 9), (16, 16), (33, 70)):
             for channels, outputs, skip in ((8, 8, 0), (72, 200, 0), (576, 576, 0), (1160, 1152, 392)):
                 shape, kernel = (images, *size, channels), (3, 3)
-                for tile in sm90.TILES:
-                    chosen = sm90.fit(tile, shape, outputs, kernel, 2, skip=skip, stream_k=True)
+                several = sm90._of_several(shape, kernel[0], False)
+                for tile, in_tile in (*((tile, 1) for tile in sm90.TILES), *several):
+                    chosen = sm90.fit(tile, shape, outputs, kernel, 2, skip=skip, stream_k=True, images=in_tile)
                     if chosen is None:
                         continue
                     taken += 1
-                    tiles = images * sm90.tiles_of(shape, chosen.rows)
+                    tiles = sm90.count_of(shape, chosen.rows, in_tile)
                     steps = sum(sm90.steps_of(channels, kernel, 2, skip))
                     assert chosen.blocks % chosen.together == tiles % chosen.together == 0
                     assert chosen.blocks == min(count, tiles * blocks(outputs, 64) * min(steps, sm90.MOST_PARTS))

@@ -230,6 +230,11 @@ def tiles_of(shape: tuple[int, ...], rows: int) -> int:
     return blocks(shape[1], rows) * blocks(shape[2], 8)
 
 
+def count_of(shape: tuple[int, ...], rows: int, images: int) -> int:
+    """Output tiles of all images, `images` of them and `rows` of each in a tile."""
+    return blocks(shape[0], images) * tiles_of(shape, rows)
+
+
 @functools.cache
 def pitch_of(columns: int, upsample: bool) -> int:
     """Pixels of a row of a halo tile, for a weight of `columns` columns. With `upsample` they are loaded in pairs."""
@@ -271,7 +276,7 @@ def fit(tile: Tile, shape: tuple[int, ...], outputs: int, kernel: tuple[int, int
     plan with `stream_k` if a block has more than MOST_SHARES tiles.
     """
     rows = min(shape[1], tile.pixels // 8)
-    count = blocks(shape[0], images) * tiles_of(shape, rows)
+    count = count_of(shape, rows, images)
     iterations = blocks(count, max(1, at_once(cluster) // blocks(outputs, CHANNELS)))
     own, skips = steps_of(shape[3], kernel, itemsize, skip)
     each, together, finished = blocks(count, iterations), 0, min(2, iterations)
@@ -311,7 +316,7 @@ def fit(tile: Tile, shape: tuple[int, ...], outputs: int, kernel: tuple[int, int
 def time(chosen: Plan, shape: tuple[int, ...], outputs: int, kernel: tuple[int, int], itemsize: int, skip: int,
          upsample: bool) -> float:
     """Estimated microseconds, as measured on an H200."""
-    tiles = blocks(shape[0], chosen.images) * tiles_of(shape, chosen.rows)
+    tiles = count_of(shape, chosen.rows, chosen.images)
     own, skips = steps_of(shape[3], kernel, itemsize, skip)
     spared = kernel[1] * spared_k_steps(shape[3], itemsize) / 4  # of x's steps
     taps = max(

@@ -150,7 +150,7 @@ def otherwise(p: Problem) -> float:
     asked = (*images, channels), columns, p.kernel, itemsize, fused, False
     tiles, = sm90.plan.by_rule(*asked)
     total = sm90.plan.estimate(*asked)
-    if tiles.tile is sm90.TILES[-1] and tiles.blocks < images[0] * sm90.tiles_of((*images, channels), tiles.rows):
+    if tiles.tile is sm90.TILES[-1] and tiles.blocks < sm90.count_of(images, tiles.rows, tiles.images):
         total *= SMALL_SHARE
     if one_tap:
         total = max(total, 2 * rows * columns * depth / ONE_TAP_FLOPS)
