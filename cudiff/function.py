@@ -246,10 +246,8 @@ def fitting_gradients(node: Node, results: Any, kind: type, device: str, before_
                 f"{name}'s backward returned {described(result)} for {_input(node, i)}: return an array on {device}"
             )
         if result.shape != shape:
-            raise ValueError(
-                f"{name}'s backward returned a gradient of shape {result.shape} for {_input(node, i)}, "
-                f"which has {shape}"
-            )
+            raise ValueError(f"{name}'s backward returned a gradient of shape {result.shape} for {_input(node, i)}, "
+                             f"which has {shape}")
         if device == "cuda" and not node.function.own and not result.flags.c_contiguous:  # kernels read whole arrays
             result = result.copy()
             results = *results[:i], result, *results[i + 1 :]

@@ -136,7 +136,8 @@ class Samplings:
         return self._graphs if self.config.capture and way.denoiser is None else GraphCache()
 
     def _sampling(self, way: Way, count: int, steps: int | None, graphs: GraphCache, captured: bool) -> Sampling:
-        """What samples so many images at once in this way, as it was kept or made now.
+        """What samples so many images at once in this way, as it was kept or made now: also where the one that is kept
+        is in the midst of a call, whose caller between steps samples too.
 
         steps: of which one graph is made, None where each has its own. captured: whether there are graphs.
         """
@@ -145,10 +146,13 @@ class Samplings:
         form = None if way.guidance is None else way.guidance.form
         key = entry.build, own, form, *(name in way.given for name in ("other", "mask", "last")), count, steps
         device = self.device if graphs is self._graphs else None
-        return graphs.get(key, lambda: Sampling(
-            self.denoiser() if way.denoiser is None else Checked(way.denoiser), build, way.guidance, way.given, device,
-            one_by_one=steps is None,
-        ))
+
+        def make() -> Sampling:
+            denoiser = self.denoiser() if way.denoiser is None else Checked(way.denoiser)
+            return Sampling(denoiser, build, way.guidance, way.given, device, one_by_one=steps is None)
+
+        kept = graphs.get(key, make)
+        return make() if kept.running else kept
 
     def _sampler(self, name: str, denoiser: Any, captured: bool) -> Callable[..., Any]:
         sampler = SAMPLERS[name].build(denoiser, self.config.replace(sampler=name), captured)

@@ -135,10 +135,11 @@ class Stream:
                 noise=ImageNoise((self.n, *pipeline.shape), seed, 0, pipeline.device),
                 callback=between, ends=Ends(_noised, _blended, (last, numbers), _denoised),
             )
-        made = Tensor(made.data.copy())  # the graph's own is overwritten by another stream's frame
+        made = Tensor(made.data.copy())  # the graph's own is overwritten by another stream's frame, as are the sums
+        finite = np.isfinite(sums.numpy()).all()
         if each is not None:
             each(steps - 1)
-        if not np.isfinite(sums.numpy()).all():
+        if not finite:
             raise CudiffError("the frame holds values that are not finite: use less guidance or an earlier checkpoint")
         return made
 

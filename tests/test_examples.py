@@ -17,7 +17,7 @@ from cudiff import CudiffError, cuda_available
 from cudiff.cli import _parser
 from cudiff.config import from_arguments
 from cudiff.data import Dataset
-from examples import classify_mnist
+from examples import classify_mnist, compare_samplers
 from tests.test_pipeline import pipeline
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -63,6 +63,9 @@ def test_help(name, tmp_path):
     ("compare_precisions", [], "required: photos"),
     ("compare_precisions", ["none"], "compare_precisions.py: no data at 'none'"),
     ("compare_precisions", ["none", "300"], "give a multiple of 200, not 300"),
+    ("compare_samplers", [], "required: checkpoint"),
+    ("compare_samplers", ["none"], "compare_samplers.py: cannot read none"),
+    *(("compare_samplers", ["none", count], f"give an even one from 4, not {count}") for count in ("2", "9")),
 ])
 def test_a_mistake_is_one_line(name, arguments, told, tmp_path):
     assert told in mistake(name, *arguments, folder=tmp_path)
@@ -114,6 +117,29 @@ def test_a_model_and_a_sampler_of_ones_own(tmp_path):
     assert Image.open(tmp_path / "own-model.png").size == (530, 530)  # 8 x 8 images, which a grid enlarges
     with pytest.raises(CudiffError, match=r"its model 'mlp' is not registered here: .* it, own_model\.py \(cudiff"):
         cudiff.load(tmp_path / "runs" / "own-model")
+
+
+@pytest.mark.parametrize("changes", [
+    {"S_churn": 20.0}, {"diffusion": "flow"}, {"diffusion": "ddpm", "diffusion_steps": 100, "sampler": "ddim"},
+    {"channels": 4, "latent_scale": 0.2, "num_classes": 0, "guidance": 1.0},
+], ids=str)
+def test_samplers_are_compared(tmp_path, monkeypatch, capsys, changes):
+    """By their evaluations, and along the same way where a checkpoint's own sampling adds noise."""
+    pipeline(**changes).save(tmp_path / "model.safetensors")
+    monkeypatch.setattr(compare_samplers, "SOLUTION", 40)
+    monkeypatch.setattr(sys, "argv", ["compare_samplers.py", str(tmp_path / "model.safetensors"), "6", "-n", "2"])
+    compare_samplers.main()
+    told = capsys.readouterr().out
+    found = re.findall(r"^(\S+), (\d+) evaluations: (\d+\.\d{4})$", told, re.M)
+    assert [(name, int(count)) for name, count, _ in found] == [
+        ("heun", 5), ("heun", 7), ("euler", 6), ("dpmpp-2m", 6), ("unipc", 6)
+    ] and len(told.splitlines()) == 5
+    pipeline(**changes | {"S_churn": 0.0}).save(tmp_path / "model.safetensors")
+    compare_samplers.main()
+    assert capsys.readouterr().out == told
+    monkeypatch.setattr(sys, "argv", [*sys.argv[:-1], "0"])
+    with pytest.raises(CudiffError, match="n must be at least 1, not 0"):
+        compare_samplers.main()
 
 
 @pytest.mark.slow

@@ -305,6 +305,19 @@ def test_sampling_within_a_progress_call_disturbs_nothing(device, recorded):
     assert len(recorded) == 1
 
 
+@pytest.mark.parametrize("changes", [{}, {"sampler": "unipc"}, {"capture": False}], ids=str)
+def test_sampling_between_the_steps_of_another_disturbs_nothing(device, recorded, changes):
+    """Neither its graphs nor its guidance."""
+    model, inner = pipeline(device, **changes), []
+
+    def draw(step):
+        inner.append(model.sample(2, seed=7, guidance=3.0, floats=True, each_step=lambda step: None))
+
+    for _ in range(2):
+        np.testing.assert_array_equal(model.sample(2, seed=1, floats=True, each_step=draw), eager(model, seed=1))
+    np.testing.assert_array_equal(inner, [eager(model, seed=7, guidance=3.0)] * 6)
+
+
 def test_memory_that_runs_out_drops_what_is_kept_and_is_tried_again(device, recorded, monkeypatch):
     model, other = pipeline(device, sampler="euler"), pipeline(device, sampler="euler")
     expected = model.sample(2, seed=4)

@@ -274,6 +274,20 @@ def test_streams_of_one_pipeline_do_not_disturb_each_other(device, monkeypatch):
     np.testing.assert_array_equal(np.stack(together, 1), alone)
 
 
+def test_a_caller_may_draw_another_streams_frame(device, monkeypatch):
+    """By the same graph: what is not finite there is not the stream's own."""
+    if device == "cpu":
+        stand_in(monkeypatch)
+    model = pipeline(device, sampler="euler")
+    fine, spoilt = model.stream(2, each_step=lambda step: draw()), model.stream(2, guidance=3e38)
+
+    def draw():
+        with pytest.raises(CudiffError, match="not finite"):
+            spoilt.frame(PICTURE)
+
+    np.testing.assert_array_equal(fine.frame(PICTURE), model.stream(2).frame(PICTURE))
+
+
 def test_a_frame_follows_what_changes_in_its_pipeline(device, rng):
     """As a new stream of the changed pipeline that begins with the same picture."""
     model = pipeline(device, sampler="euler")

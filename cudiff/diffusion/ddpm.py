@@ -18,7 +18,7 @@ from cudiff import ops
 from cudiff.backend import float32
 from cudiff.diffusion.denoiser import Net, per_sample
 from cudiff.diffusion.guidance import drop_labels
-from cudiff.diffusion.prediction import DISCRETE, PREDICTIONS, predicting
+from cudiff.diffusion.prediction import DISCRETE, PREDICTIONS, Prediction, predicting
 from cudiff.diffusion.schedule import BETAS, Schedule, karras_sigmas
 from cudiff.errors import CudiffError
 from cudiff.ops.mse import mse
@@ -157,7 +157,8 @@ class DDPMDenoiser:
     """
 
     def __init__(self, net: Net, schedule: Schedule, prediction: str = "eps"):
-        self.net, self.schedule, self.predicts, self.prediction = net, schedule, prediction, predicting(prediction)
+        predicting(prediction)  # says where it is none
+        self.net, self.schedule, self.predicts = net, schedule, prediction
         self._ramps: dict[tuple[str, Any], Tensor] = {}
 
     def __call__(self, x: Tensor, sigma: Tensor | float, labels: Tensor | None = None) -> Tensor:
@@ -178,6 +179,11 @@ class DDPMDenoiser:
         """`ops.blended_frame` of D(x; sigma), with sums: one kernel after the network."""
         out = _checked(self._out(x, sigma, labels), x)
         return ops.blended_frame(x, out, sigma, last, share, self.predicts, guidance=guidance)
+
+    @property
+    def prediction(self) -> Prediction:
+        """That of `predicts`: another one would not be that of `blended_frame`."""
+        return PREDICTIONS[self.predicts]
 
     def before_capture(self, x: Tensor, labels: Tensor | None = None) -> None:
         """Make the table of `timestep` for images or levels of x's dtype, on its device: a capture cannot."""

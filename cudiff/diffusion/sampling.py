@@ -44,12 +44,14 @@ class Sampling:
     one_by_one : whether each step has a graph of its own, which serves any number of steps.
 
     What is returned is overwritten by the next call, where the sampler records graphs.
+
+    Attributes: running, whether it is in the midst of a call, which another one would disturb.
     """
 
     def __init__(self, denoiser: Denoiser, build: Callable[[Any], Callable[..., Any]], guidance: Guidance | None,
                  given: Sequence[str] = (), device: str | None = None, one_by_one: bool = False):
         self._guided = self._between = self._inpainted = None
-        self._one_by_one = one_by_one
+        self._one_by_one, self.running = one_by_one, False
         own = denoiser
         if guidance is not None:
             denoiser = self._guided = Guided(denoiser, *guidance[:4], device=device)
@@ -64,24 +66,28 @@ class Sampling:
     def __call__(self, x: Tensor, sigmas: Sequence[float] | np.ndarray, labels: Tensor | None = None, *,
                  guidance: Guidance | None = None, given: Mapping[str, Tensor], noise: Noise | None = None,
                  callback: Callback | None = None, ends: Ends | None = None) -> Any:
-        if self._guided is not None and guidance is not None:
-            self._guided.guide(*guidance[:3])
-        for ready in self._ready:
-            state = x if ends is None else Tensor(array_module(x.device).empty(x.shape, float32))
-            ready(state, labels)  # kernels are compiled ahead under a capture, which would end there
-        if self._between is not None:
-            self._between.toward(given["other"], given["share"])
-        if self._inpainted is not None:
-            self._inpainted.know(given["init"], given["mask"])
-        if self._one_by_one and callback is None:
-            callback = _nothing
-        if ends is None:
-            return self._sampler(x, sigmas, labels, noise=noise, callback=callback)
-        if type(self._sampler).__call__ is Sampler.__call__:
-            return self._sampler(x, sigmas, labels, noise=noise, callback=callback, ends=ends)
-        assert isinstance(noise, ImageNoise)
-        x = ends.begin(x, noise.counters(1), *ends.arrays)  # for a function, and a class with a call of its own
-        return ends.finish(self._sampler(x, sigmas, labels, noise=noise, callback=callback), *ends.arrays)
+        self.running = True
+        try:
+            if self._guided is not None and guidance is not None:
+                self._guided.guide(*guidance[:3])
+            for ready in self._ready:
+                state = x if ends is None else Tensor(array_module(x.device).empty(x.shape, float32))
+                ready(state, labels)  # kernels are compiled ahead under a capture, which would end there
+            if self._between is not None:
+                self._between.toward(given["other"], given["share"])
+            if self._inpainted is not None:
+                self._inpainted.know(given["init"], given["mask"])
+            if self._one_by_one and callback is None:
+                callback = _nothing
+            if ends is None:
+                return self._sampler(x, sigmas, labels, noise=noise, callback=callback)
+            if type(self._sampler).__call__ is Sampler.__call__:
+                return self._sampler(x, sigmas, labels, noise=noise, callback=callback, ends=ends)
+            assert isinstance(noise, ImageNoise)
+            x = ends.begin(x, noise.counters(1), *ends.arrays)  # for a function, and a class with a call of its own
+            return ends.finish(self._sampler(x, sigmas, labels, noise=noise, callback=callback), *ends.arrays)
+        finally:
+            self.running = False
 
 
 def _nothing(step: int, x: Tensor, denoised: Tensor) -> None:

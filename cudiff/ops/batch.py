@@ -65,23 +65,23 @@ def shuffled_index(position: int | np.ndarray, n: int, seed: int, epoch: int | n
     if position.size and (position.min() < 0 or position.max() >= n):
         raise ValueError(f"positions must lie in [0, {n})")
     bits = (n - 1).bit_length()
-    low = np.uint32((bits + 1) // 2)
-    right_mask = np.uint32((1 << int(low)) - 1)
-    left_mask = np.uint32((1 << bits - int(low)) - 1)
-
-    def encipher(index: Array) -> Array:
-        left, right = index >> low, index & right_mask
-        for r in range(0, ROUNDS, 2):
-            left = left ^ (mix32(right ^ (key + np.uint32(r) * GOLDEN)) & left_mask)
-            right = right ^ (mix32(left ^ (key + np.uint32(r + 1) * GOLDEN)) & right_mask)
-        return left << low | right
-
     with np.errstate(over="ignore"):
         key = mix32(order_key(seed) ^ epoch.astype(np.uint32))
-        index = encipher(position.astype(np.uint32))
+        index = _encipher(position.astype(np.uint32), key, bits)
         while (outside := index > np.uint32(n - 1)).any():
-            index = np.where(outside, encipher(index), index)
+            index = np.where(outside, _encipher(index, key, bits), index)
     return index.astype(np.int64)
+
+
+def _encipher(index: np.ndarray, key: np.ndarray, bits: int) -> np.ndarray:
+    """The rounds of `shuffled_index`, uint32 to uint32."""
+    low = (bits + 1) // 2
+    left_mask, right_mask = np.uint32((1 << bits - low) - 1), np.uint32((1 << low) - 1)
+    left, right = index >> np.uint32(low), index & right_mask
+    for r in range(0, ROUNDS, 2):
+        left = left ^ (mix32(right ^ (key + np.uint32(r) * GOLDEN)) & left_mask)
+        right = right ^ (mix32(left ^ (key + np.uint32(r + 1) * GOLDEN)) & right_mask)
+    return left << np.uint32(low) | right
 
 
 def _unit(images: Array) -> Array:

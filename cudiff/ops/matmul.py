@@ -288,18 +288,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tens
     before the residual is added (adaLN-Zero; Peebles and Xie 2022).
     dweight and dbias are float32 (float64 for float64). Raises ValueError where the sizes do not agree.
     """
-    x = as_tensor_beside(x, weight)
-    if weight.ndim != 2 or x.ndim == 0 or x.shape[-1] != weight.shape[1]:
-        raise ValueError(f"linear: x of shape {x.shape} does not fit weight of shape {weight.shape} (out, in)")
-    if not weight.shape[1]:
-        raise ValueError(f"linear: x of shape {x.shape} has no features to multiply")
-    if not len(weight):
-        raise ValueError(f"linear: a weight of shape {weight.shape} has no outputs")
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"linear: the bias has shape {bias.shape}, not {weight.shape[:1]}")
+    x = _fitting(x, weight, bias)
     if residual is not None and (residual.shape, residual.dtype) != ((*x.shape[:-1], weight.shape[0]), x.dtype):
         raise ValueError(f"linear: the residual {residual.shape} {residual.dtype} is not like the result")
-    require_floats("linear", x, weight, bias)
     if gate is None:
         return Linear.apply(x, weight, bias, residual)
     if not len(x):
@@ -309,11 +300,27 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tens
     return GatedLinear.apply(x, weight, bias, residual, gate)
 
 
+def _fitting(x: Any, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x as a Tensor, checked like the others for `linear`."""
+    x = as_tensor_beside(x, weight)
+    if weight.ndim != 2 or x.ndim == 0 or x.shape[-1] != weight.shape[1]:
+        raise ValueError(f"linear: x of shape {x.shape} does not fit weight of shape {weight.shape} (out, in)")
+    if not weight.shape[1]:
+        raise ValueError(f"linear: x of shape {x.shape} has no features to multiply")
+    if not len(weight):
+        raise ValueError(f"linear: a weight of shape {weight.shape} has no outputs")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"linear: the bias has shape {bias.shape}, not {weight.shape[:1]}")
+    require_floats("linear", x, weight, bias)
+    return x
+
+
 def split_linear(x: Tensor, weight: Tensor, bias: Tensor, parts: int) -> tuple[Tensor, ...]:
     """linear(x, weight, bias) (..., out) as `parts` tensors (..., out / parts) of float32, or of float64 for float64.
 
-    Raises ValueError for other than 1 to 16 equal parts.
+    Raises as `linear`, and ValueError for other than 1 to 16 equal parts.
     """
+    x = _fitting(x, weight, bias)
     if not 1 <= parts <= 16 or len(weight) % parts:
         raise ValueError(f"split_linear: {len(weight)} outputs do not make {parts} equal parts, of 16 at most")
     return SplitLinear.apply(x, weight, bias, parts=parts)

@@ -253,8 +253,8 @@ def frames(report: Report) -> None:
                 next(stream)
                 times.append(1e3 * (time.perf_counter() - start))
         for part in (50, 99):  # the first four draw a sampling, and record
-            report.add(f"1.0 billion parameters, 64x64, {n} frames at once, p{part}", np.percentile(times[4:], part),
-                       unit="ms")
+            name = f"1.0 billion parameters, frames of 64x64, {n} at once, p{part}"
+            report.add(name, np.percentile(times[4:], part), unit="ms")
 
 
 def cs179(report: Report) -> None:

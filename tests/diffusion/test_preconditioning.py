@@ -7,6 +7,8 @@ import pytest
 
 from cudiff import Tensor, ops
 from cudiff.diffusion import DDPMDenoiser, EDMDenoiser, Guided
+from cudiff.diffusion.denoiser import blended
+from cudiff.diffusion.prediction import PREDICTIONS
 from cudiff.diffusion.schedule import Schedule
 from cudiff.errors import CudiffError
 
@@ -72,6 +74,19 @@ def exact_noise_net(schedule, mean, deviation):
         return (x * ops.sqrt(ops.square(sigma) + 1) - mean) * ratio
 
     return net
+
+
+def test_a_frame_is_of_the_denoisers_prediction(rng):
+    """Of the one that was changed too."""
+    x, out = rng.standard_normal((2, 2, 3, 4, 1))
+    denoiser, x, sigma = DDPMDenoiser(RecordingNet(out), Schedule("linear"), "v"), Tensor(x), Tensor(np.full(2, 0.5))
+    last, share = Tensor(np.zeros(x.shape, np.uint8)), Tensor(np.zeros(1, np.float32))
+    for name in ("v", "x0"):
+        denoiser.predicts = name
+        frame, _ = denoiser.blended_frame(x, sigma, None, last, share)
+        np.testing.assert_array_equal(frame.numpy(), blended(denoiser(x, sigma), last, share)[0].numpy())
+    with pytest.raises(AttributeError):
+        denoiser.prediction = PREDICTIONS["v"]
 
 
 @pytest.mark.parametrize("name", ["linear", "cosine"])

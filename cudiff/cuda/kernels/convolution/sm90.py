@@ -98,7 +98,8 @@ def takes_second_source(p: Problem) -> bool:
 
 
 def offer(p: Problem) -> Offer | None:
-    """Fuses all but casts, SUMS and AFTERWARDS; a skip path if `_takes_skip`, a norm's backward if `_takes_norm`."""
+    """Fuses all but casts, SUMS and AFTERWARDS; a skip path if `_takes_skip`, a norm's backward if `_takes_norm`, an
+    upsampled input unless `_upsampling_gains`."""
     if p.direction == WGRAD or not supports(p):
         return None
     if Fusion.SECOND_SOURCE in p.wanted and (Fusion.UPSAMPLE in p.wanted or not takes_second_source(p)):
@@ -108,7 +109,17 @@ def offer(p: Problem) -> Offer | None:
         left.add(Fusion.SKIP)
     if Fusion.NORM_BACKWARD in p.wanted and not _takes_norm(p):
         left.add(Fusion.NORM_BACKWARD)
+    if Fusion.UPSAMPLE in p.wanted and _upsampling_gains(p):
+        left.add(Fusion.UPSAMPLE)
     return Offer(p.wanted - left)
+
+
+def _upsampling_gains(p: Problem) -> bool:
+    """Whether upsampling by a launch of its own is estimated to take less time, by enough to pay for the memory."""
+    shape, outputs, itemsize = (*p.out.shape[:3], p.x.shape[3]), p.out.shape[3], p.x.dtype.itemsize
+    copy = 1.5 + 1.25 * math.prod(shape) * itemsize / 3.4e6
+    fused, apart = (plan.estimate(shape, outputs, p.kernel, itemsize, 0, upsample) for upsample in (True, False))
+    return 1.05 * (apart + copy) < fused
 
 
 def _takes_norm(p: Problem) -> bool:
@@ -314,14 +325,17 @@ def time(chosen: Plan, shape: tuple[int, ...], outputs: int, kernel: tuple[int, 
         for first, last in splits_of(own + skips, chosen.cluster)
     )
     weights = outputs * (math.prod(kernel) * shape[3] + skip) * itemsize / 1e6  # with few images to be read from memory
+    chunks = blocks(own, kernel[1] * chosen.cluster)
+    loads = 0.105 * chunks * (chosen.rows + kernel[0] - 1) if upsample else 0.0  # of halo tiles, row by row
     if chosen.together:
         shares = tiles * blocks(outputs, CHANNELS) / chosen.blocks
-        products = max(1.07 * shares * taps * chosen.tile.step, weights / 3.4)
+        products = max(1.07 * shares * max(taps * chosen.tile.step, loads), weights / 3.4)
         exchange = (0.13 + 0.004 * chosen.tile.pixels) / shares  # by a tile's blocks in turn
         return 4.9 + (shares + 1) * chosen.tile.iteration + products + exchange
     iterations = blocks(tiles, chosen.blocks)
-    products = max(iterations * taps * chosen.tile.step, weights / 2.8)
-    return 3.4 + iterations * chosen.tile.iteration + products + (0.7 if chosen.cluster > 1 else 0.0)
+    walk = max(chosen.tile.iteration + taps * chosen.tile.step, loads)
+    products = max(iterations * walk, iterations * chosen.tile.iteration + weights / 2.8)
+    return 3.4 + products + (0.7 if chosen.cluster > 1 else 0.0)
 
 
 plan = Planner("conv2d_sm90", plans, time, version=2)

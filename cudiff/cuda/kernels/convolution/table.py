@@ -98,7 +98,7 @@ CONVOLUTION = Table(
         "fprop and dgrad of stride 1 that keep the size, 16-bit or tf32, 1 or 3 rows of taps, pixels at multiples of "
         "16 bytes; adds bias, embedding and addend; fprop also ReLU, statistics and an upsampled input, dgrad no SUMS; "
         "16-bit also two sources, a norm's backward if nothing is added, and the skip path of a 3x3 that adds only "
-        "biases; declines a skip path if two launches are estimated to take less time"),
+        "biases; declines a skip path or an upsampled input if two launches are estimated to take less time"),
     Row("conv2d_wgrad_sm90, conv2d_wgrad_tf32_sm90", SM90, wgrad_sm90.offer, wgrad_sm90.run,
         "wgrad of such convolutions, any number of channels; 16-bit also two sources, or an upsampled input if shared "
         "memory has room; tf32 only of square kernels"),
@@ -145,6 +145,9 @@ def fprop(given: Operands, stride: Pair, padding: Pair, dilation: Pair = (1, 1),
     if Fusion.SKIP in chosen.left:
         given = given._replace(skip=None, epilogue=given.epilogue._replace(addend=_skipped(given)))
         return fprop(given, stride, padding, statistics=statistics, relu=relu, upsample=upsample)
+    if Fusion.UPSAMPLE in chosen.left:
+        x, _ = spread_windows(given.x, given.out.shape[1:3], TWICE, 1.0, None)
+        return fprop(given._replace(x=x), stride, padding, statistics=statistics, relu=relu)
     assert Fusion.CAST not in chosen.left
     moments = chosen.row.run(given, chosen.offer, problem)
     if Fusion.RELU in chosen.left:
