@@ -43,9 +43,9 @@ def test_the_smallest_tile_that_images_fit():
         ((9, 8, 8), 3, {2: 136, 3: 208}), ((9, 7, 7), 3, {2: 128, 3: 192}), ((9, 8, 8), 1, {2: 128, 3: 192}),
         ((2, 4, 4), 3, {2: 96}), ((1, 8, 8), 3, {}), ((9, 8, 9), 3, {}), ((9, 15, 8), 3, {2: 256}), ((9, 16, 8), 3, {}),
     ):
-        found = {plan.images: plan.tile.pixels for plan in sm90.plans((*shape, 64), 64, (taps, taps), 2, 0, False)
+        found = {(plan.images, plan.tile.pixels) for plan in sm90.plans((*shape, 64), 64, (taps, taps), 2, 0, False)
                  if plan.images > 1}
-        assert found == expected
+        assert found == set(expected.items())
     assert all(plan.images == 1 for plan in sm90.plans((9, 8, 8, 64), 64, (3, 3), 2, 0, True))
 
 
@@ -57,15 +57,18 @@ def test_each_plan_has_a_choice_of_its_own(size):
     assert {plan.images for plan in plans if plan.together} == {1, 2, 3}
 
 
-@pytest.mark.parametrize("images, size, channels, outputs, taken", [
-    (32, 8, 768, 768, 3), (32, 8, 1536, 768, 3), (16, 8, 768, 768, 2), (16, 8, 1536, 768, 2), (64, 8, 512, 512, 2),
-    (40, 8, 320, 320, 2), (128, 8, 256, 256, 2), (256, 7, 128, 128, 2), (20, 7, 512, 512, 2), (64, 6, 384, 384, 3),
-    (32, 8, 256, 256, 1), (2, 8, 1536, 1536, 1),
+@pytest.mark.parametrize("images, size, channels, outputs, taken, measured", [
+    (32, 8, 768, 768, 3, 31.2), (32, 8, 1536, 768, 3, 57.0), (32, 8, 576, 768, 3, 24.8), (16, 8, 768, 768, 2, 20.4),
+    (16, 8, 1536, 768, 2, 33.2), (64, 8, 512, 512, 2, 27.0), (40, 8, 320, 320, 2, 11.0), (128, 8, 256, 256, 2, 16.0),
+    (256, 7, 128, 128, 2, 9.6), (20, 7, 512, 512, 2, 14.0), (64, 6, 384, 384, 3, 14.5), (32, 8, 256, 256, 1, 7.9),
+    (2, 8, 1536, 1536, 1, 20.6),
 ])
-def test_the_rule_takes_them_where_they_were_faster(images, size, channels, outputs, taken):
-    """As measured on an H200: docs/kernel-notes.md."""
-    chosen, = sm90.plan.by_rule((images, size, size, channels), outputs, (3, 3), 2, 0, False)
+def test_the_rule_takes_them_where_they_were_faster(images, size, channels, outputs, taken, measured):
+    """Microseconds on an H200: docs/kernel-notes.md. Of two images the weights come from memory."""
+    problem = (images, size, size, channels), outputs, (3, 3), 2, 0, False
+    chosen, = sm90.plan.by_rule(*problem)
     assert chosen.images == taken
+    assert abs(sm90.plan.estimate(*problem) / measured - 1) < 0.08
 
 
 @pytest.mark.gpu
