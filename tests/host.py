@@ -120,6 +120,7 @@ T4 = {
 STRIDED = {
     *(("attention", name) for name in ("forward", "backward_q", "backward_kv")), ("attention_short_sm90", "backward"),
     ("attention_sm90", "backward_q"), ("attention_sm90", "backward_kv"),
+    ("attention_backward_sm90", "backward"), ("attention_backward_sm90", "finish"),
     *(("shape", name) for name in (
         "copy", "add", "copy_packed", "add_packed", "copy_turned", "add_turned", "turn", "fit")),
     ("matmul", "matmul"), ("gemm", "sum_splits"), ("gemm", "few_rows"), ("gemm_sm90", "gemm_sm90"),

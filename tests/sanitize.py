@@ -59,6 +59,8 @@ def _stored_by_tma(kernel: str, job: str, what: str) -> False_:
 FALSE = [
     _stored_by_tma("attention_sm90.backward_q", "Hopper: attention", "out, the forward's result"),
     _stored_by_tma("attention_short_sm90.backward", "Hopper: attention", "out, the forward's result"),
+    _stored_by_tma("attention_backward_sm90.delta", "Hopper: attention", "out, the forward's result"),
+    _stored_by_tma("attention_backward_sm90.finish", "Hopper: attention", "the sums of dq"),
     False_("racecheck", ("attention_sm90", "backward_kv"), "Hopper: attention",
            r"^Error: Race reported between Write access at backward_kv\+",
            "a bulk copy into a stage that all warps have read: each warp's lanes meet, and its first arrives at the "
@@ -118,6 +120,9 @@ def more() -> Iterator[tuple[str, Callable[[], Any]]]:
                 ops.attention_qkv(tensor(1, t, 3 * 64, dtype=d), 2, mask=np.tri(t, dtype=bool)))
     yield "attention of wide heads", lambda: _back(
         ops.attention(*(tensor(1, 520, 2, 96, dtype="bfloat16") for _ in "qkv")))
+    for dim in (64, 128):
+        yield f"attention of long sequences {dim}", lambda d=dim: _back(
+            ops.attention_qkv(tensor(4, 630, 18 * d, dtype="bfloat16"), 6))
     yield "convolution of other channels", lambda: _back(ops.conv2d(
         tensor(4, 16, 16, 100, dtype="bfloat16"), tensor(100, 3, 3, 100), padding=1))
     yield "product of rows elsewhere", lambda: _back(ops.matmul(

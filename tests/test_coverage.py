@@ -75,6 +75,7 @@ CHOSEN = {  # for kernels that the others do not need: shapes of operands, and t
     "attention": (((2, 64, 2, 64),) * 3, ops.attention),
     "attention long": (((2, 256, 2, 64),) * 3, ops.attention),
     "attention of wide heads": (((2, 512, 2, 96),) * 3, ops.attention),
+    "attention of long sequences": (((4, 640, 6, 64),) * 3, ops.attention),
     "masked attention": (((2, 64, 2, 64),) * 3, lambda *qkv: ops.attention(*qkv, np.tri(64, dtype=bool))),
 }
 

@@ -91,6 +91,10 @@ template <int COUNT> __device__ __forceinline__ void clear(float (&c)[COUNT]) {
     for (int i = 0; i < COUNT; i++) c[i] = 0.0f;
 }
 
+// Weights are computed by the tops of the steps before. Where a lane's sum of them is over MOST, tops are raised, and they are
+// computed again: a step then needs no maxima. The first step does so.
+constexpr float MOST = 256.0f;
+
 // A step of the online softmax: adds to acc and sum what 64 queries get from the first KEYS tokens of a tile of keys, and of
 // the tile of values behind it. `left` tokens exist; those after them are masked. The queries lie from `first` on.
 template <int KEYS>
@@ -234,16 +238,6 @@ __device__ __forceinline__ void find_delta(float (&row_delta)[2], float* delta, 
 // Where the sums of a block's tile begin, in floats. token, head: floats from a tile's sums to the next, and from a head's.
 __device__ __forceinline__ i64 own_sums(int n, int h, int tile, int token, int head) {
     return ((i64)n * gridDim.x + tile) * token + h * head;
-}
-
-// Write for each of D channels the sum over the first `rows` rows of a rounded tile, which lies where store_tile left it.
-__device__ __forceinline__ void leave_sums(float* sums, u32 tile, int rows, int D) {
-    auto leave = [&](int d, float2 sum) {
-        if (threadIdx.x % 32 < 8 && d < D) *reinterpret_cast<float2*>(sums + d) = sum;
-    };
-#pragma unroll
-    for (int p = 0; p < FULL; p++) leave(p * 64 + PANEL_COLUMN, panel_sums<T>(tile + p * 64 * 128, rows));
-    if ((int)PANEL_COLUMN < REST) leave(FULL * 64 + PANEL_COLUMN, panel_sums<T, REST_BYTES>(tile + FULL * 64 * 128, rows));
 }
 
 extern "C" __global__ void __launch_bounds__(128, 3)

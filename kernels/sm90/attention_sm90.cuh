@@ -82,18 +82,27 @@ __device__ __forceinline__ void store_tile(const TileMap& map, const float (&c)[
 __device__ __forceinline__ void finish_stores() {
     if (threadIdx.x % 128 == 0) tma_store_wait();
 }
+// Write for each of D channels the sum over the first `rows` rows of a rounded tile, which lies where store_tile left it.
+__device__ __forceinline__ void leave_sums(float* sums, u32 tile, int rows, int D) {
+    auto leave = [&](int d, float2 sum) {
+        if (threadIdx.x % 32 < 8 && d < D) *reinterpret_cast<float2*>(sums + d) = sum;
+    };
+#pragma unroll
+    for (int p = 0; p < FULL; p++) leave(p * 64 + PANEL_COLUMN, panel_sums<T>(tile + p * 64 * 128, rows));
+    if ((int)PANEL_COLUMN < REST) leave(FULL * 64 + PANEL_COLUMN, panel_sums<T, REST_BYTES>(tile + FULL * 64 * 128, rows));
+}
 
-// c = a b^T, a product along the channels, of a tile `a` of 64 tokens and 2 COUNT tokens of a tile `b` of TOKENS, from its token
-// `first` on.
-template <int COUNT, int TOKENS = 2 * COUNT>
-__device__ __forceinline__ void multiply_tokens(float (&c)[COUNT], u32 a, u32 b, int first = 0) {
-    constexpr int PANEL_A = 64 * 128, PANEL_B = TOKENS * 128;
-    u64 at_a = tile_descriptor(a), at_b = tile_descriptor(b + first * 128);
+// c = a b^T, a product along the channels, of 64 tokens of a tile `a` of ROWS, from its token `own` on, and 2 COUNT tokens of a
+// tile `b` of TOKENS, from its token `first` on.
+template <int COUNT, int TOKENS = 2 * COUNT, int ROWS = 64>
+__device__ __forceinline__ void multiply_tokens(float (&c)[COUNT], u32 a, u32 b, int first = 0, int own = 0) {
+    constexpr int PANEL_A = ROWS * 128, PANEL_B = TOKENS * 128;
+    u64 at_a = tile_descriptor(a + own * 128), at_b = tile_descriptor(b + first * 128);
 #pragma unroll
     for (int k = 0; k < FULL * 4; k++)
         wgmma<false, false>((T*)nullptr, c, at_a + k / 4 * (PANEL_A >> 4) + k % 4 * DEPTH_STEP<false>,
                             at_b + k / 4 * (PANEL_B >> 4) + k % 4 * DEPTH_STEP<false>, k > 0);
-    u64 rest_a = tile_descriptor<REST_BYTES>(a + FULL * PANEL_A);
+    u64 rest_a = tile_descriptor<REST_BYTES>(a + FULL * PANEL_A + own * REST_BYTES);
     u64 rest_b = tile_descriptor<REST_BYTES>(b + FULL * PANEL_B + first * REST_BYTES);
 #pragma unroll
     for (int k = 0; k < REST / 16; k++)

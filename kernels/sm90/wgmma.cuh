@@ -104,6 +104,18 @@ __device__ __forceinline__ void tma_store_pixels(const TensorMap& map, u32 sourc
 template <int PENDING = 0> __device__ __forceinline__ void tma_store_wait() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
 }
+// Start copying `bytes` bytes, a multiple of 16, from shared memory to `target`; bulk_add adds floats to those there. What is said
+// of tma_store holds. tma_store_done waits until all of this thread's stores are in global memory.
+__device__ __forceinline__ void bulk_store(float* target, u32 source, u32 bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(target), "r"(source), "r"(bytes) : "memory");
+    tma_store_commit();
+}
+__device__ __forceinline__ void bulk_add(float* target, u32 source, u32 bytes) {
+    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;"
+                 ::"l"(target), "r"(source), "r"(bytes) : "memory");
+    tma_store_commit();
+}
+__device__ __forceinline__ void tma_store_done() { asm volatile("cp.async.bulk.wait_group %0;" ::"n"(0) : "memory"); }
 // Copies may read the memory that this thread has written, or has seen written.
 __device__ __forceinline__ void fence_global_writes() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 __device__ __forceinline__ void fence_writes() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }

@@ -359,6 +359,11 @@ template <Text TEXT, typename... Operands> inline void ptx(Operands&&... operand
         poll();
         OPERAND(0) = ((const u64*)OPERAND(2))[0], OPERAND(1) = ((const u64*)OPERAND(2))[1];
     }
+    IS("ld.acquire.gpu.global.u32") {
+        poll();
+        OPERAND(0) = *(const uint32_t*)OPERAND(1);
+    }
+    IS("st.release.gpu.global.u32") *(uint32_t*)OPERAND(0) = OPERAND(1);
     IS("ld.relaxed.gpu.global.u32") OPERAND(0) = *(const uint32_t*)OPERAND(1);
     IS(".im2col_no_offs") {
         Index<4> first = {OPERAND(1), OPERAND(2), OPERAND(3), OPERAND(4)};
@@ -383,6 +388,14 @@ template <Text TEXT, typename... Operands> inline void ptx(Operands&&... operand
         [&]<size_t... I>(std::index_sequence<I...>) { ((first[I] = OPERAND(2 + I)), ...); }(std::make_index_sequence<RANK>());
         int bytes = copy_box<false>(OPERAND(1), OPERAND(0), first);
         counter(OPERAND(2 + RANK)).change(0, -bytes);
+    }
+    IS("cp.async.bulk.global.shared::cta") {
+        self->stores.open.push_back([to = OPERAND(0), from = OPERAND(1), bytes = OPERAND(2)] { memcpy((void*)to, at(from), bytes); });
+    }
+    IS("cp.reduce.async.bulk.global.shared::cta") {
+        self->stores.open.push_back([to = (float*)OPERAND(0), from = OPERAND(1), count = OPERAND(2) / 4] {
+            for (uint32_t i = 0; i < count; i++) to[i] += ((const float*)at(from))[i];
+        });
     }
     IS("cp.async.bulk.shared::cluster.global") {
         memcpy(at(OPERAND(0)), (const void*)OPERAND(1), OPERAND(2));

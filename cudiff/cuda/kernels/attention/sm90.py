@@ -96,7 +96,7 @@ def offer_short_backward(p: Problem) -> Offer | None:
 
 def short_backward(given: Backward, tiles: int, p: Problem) -> None:
     own, tile = min(tiles, 2), _tile_bytes(p.dim)  # tiles of keys of a block
-    places = _sums(given, 4 * tiles // own)
+    places = sums_of(given, 4 * tiles // own)
     arrays = given.q, given.k, given.v, given.dout, given.dq, given.dk, given.dv
     maps = [tensor_map(array, (1, TOKENS, 1, 32)) for array in arrays]
     launch(
@@ -106,15 +106,15 @@ def short_backward(given: Backward, tiles: int, p: Problem) -> None:
     )
 
 
-def _sums(given: Backward, tiles: int) -> tuple:
+def sums_of(given: Backward, tiles: int) -> tuple:
     """The arrays for SUMS of `tiles` tiles, or Nones, and their strides in floats between tiles and between heads."""
     if given.sums is None:
-        return _NO_SUMS
+        return NO_SUMS
     sums = given.sums(tiles)
     return *sums, *(stride // 4 for stride in sums[0].strides[1:3])
 
 
-_NO_SUMS = None, None, None, 0, 0
+NO_SUMS = None, None, None, 0, 0
 
 
 def offer_backward(p: Problem) -> Offer | None:
@@ -131,7 +131,7 @@ def backward(given: Backward, plan: None, p: Problem) -> None:
     # 541 for 588. Of 128, fewer blocks fit with two.
     stages_q = 2 if 64 < p.dim <= 96 or (p.dim <= 64 and 2 < blocks(p.keys, TOKENS) <= 32) else 1
     stages_kv = 3 if p.dim <= 64 else 2
-    sums_q, sums_k, sums_v, *strides = _sums(given, blocks(p.queries, TOKENS)) if p.dim > 32 else _NO_SUMS
+    sums_q, sums_k, sums_v, *strides = sums_of(given, blocks(p.queries, TOKENS)) if p.dim > 32 else NO_SUMS
     launch(
         "attention_sm90", "backward_q", (blocks(p.queries, TOKENS), p.heads, p.images), 128,
         (*maps, tile_map(given.dq), delta, given.lse, given.out, p.queries, p.keys, p.dim, scale, sums_q, *strides,

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from cudiff.backend import Array
-from cudiff.cuda.kernels.attention import portable, sm90, wide_sm90
+from cudiff.cuda.kernels.attention import backward_sm90, portable, sm90, wide_sm90
 from cudiff.cuda.kernels.attention.problem import SUMS, Backward, Forward, Problem
 from cudiff.cuda.kernels.gemm.product import products
 from cudiff.cuda.launch import MOST_ACROSS
@@ -22,6 +22,9 @@ ATTENTION = Table(
         "forward of 16-bit heads of up to 128 channels whose rows start at multiples of 16 bytes"),
     Row("attention_short_sm90.backward", SM90, sm90.offer_short_backward, sm90.short_backward,
         "backward in one launch, without a mask, of such heads of up to 32 channels and up to 256 tokens; writes SUMS"),
+    Row("attention_backward_sm90.backward", SM90, backward_sm90.offer_backward, backward_sm90.backward,
+        "backward in one pass, without a mask, of such heads of 40 to 128 channels and 512 keys or more; declined "
+        "where two passes are estimated to be as fast; writes SUMS"),
     Row("attention_sm90.backward_q, backward_kv", SM90, sm90.offer_backward, sm90.backward,
         "backward of 16-bit heads of up to 128 channels whose rows start at multiples of 16 bytes; writes SUMS for "
         "heads of over 32 channels"),
