@@ -329,8 +329,18 @@ def test_every_chunk_of_channels_has_some():
     for dtype, vec in ((np.float32, 1), (np.float16, 1), (np.float16, 0)):
         pack = 16 // np.dtype(dtype).itemsize if vec else 1
         for n, pixels, packs in itertools.product((1, 2, 3, 8, 64), (1, 64, 256, 1024), range(1, 513)):
-            _, chunks, across = tiling(n, pixels, packs * pack, pack, 132, narrow=True)
-            assert across <= 32 and (chunks - 1) * across < packs <= chunks * across
+            for arrays in (1, 2, 4):
+                _, chunks, across = tiling(n, pixels, packs * pack, pack, 132, arrays)
+                assert across <= 32 and (chunks - 1) * across < packs <= chunks * across
+
+
+@pytest.mark.parametrize("n, pixels, channels, arrays, tiles, chunks", [
+    (128, 64, 512, 4, 1, 2), (128, 64, 512, 2, 1, 2), (256, 196, 256, 4, 1, 1), (32, 4096, 64, 4, 8, 1),
+    (128, 4096, 64, 4, 4, 1), (128, 4096, 64, 2, 4, 1), (32, 4096, 576, 2, 5, 3), (8, 4096, 128, 4, 32, 1),
+])
+def test_the_cuts_that_were_fastest(n, pixels, channels, arrays, tiles, chunks):
+    """On an H200: 10.0 µs for 17.7 in eight chunks in the first row, for instance."""
+    assert portable.tiling(n, pixels, channels, 8, 132, arrays)[:2] == (tiles, chunks)
 
 
 def test_packs_need_channels_and_addresses_at_16_bytes(host_of):
