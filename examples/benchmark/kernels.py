@@ -24,7 +24,10 @@ CONVOLUTIONS = [
     (192, 192, 16), (448, 192, 16), (256, 256, 8), (512, 256, 8),
 ]  # in channels, out channels, pixels a side, at batch 32
 GROUP_NORMS = [(64, 64), (128, 32), (192, 16), (256, 8)]  # channels, pixels a side, at batch 32
-ATTENTIONS = [(32, 6, 256, 32), (32, 8, 64, 32), (8, 16, 1024, 64), (2, 16, 4096, 64)]  # batch, heads, tokens, channels
+ATTENTIONS = [
+    (32, 6, 256, 32), (32, 8, 64, 32), (8, 16, 1024, 64), (2, 16, 4096, 64), (32, 16, 256, 72), (8, 6, 1024, 96),
+    (2, 16, 4096, 128),
+]  # batch, heads, tokens, channels
 
 
 def limits(report: Report) -> None:
