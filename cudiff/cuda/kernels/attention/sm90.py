@@ -91,18 +91,17 @@ def offer_short_backward(p: Problem) -> Offer | None:
     tokens = max(p.queries, p.keys)
     if not _supports(p, backward=True) or p.dim > 32 or tokens > SHORT or p.masked:
         return None
-    return Offer(p.wanted & {SUMS}, next(tiles for tiles in (1, 2, 4) if tokens <= tiles * TOKENS))
+    return Offer(p.wanted & {SUMS}, blocks(tokens, TOKENS))
 
 
 def short_backward(given: Backward, tiles: int, p: Problem) -> None:
-    own, tile = min(tiles, 2), _tile_bytes(p.dim)  # tiles of keys of a block
-    places = sums_of(given, 4 * tiles // own)
+    places = sums_of(given, 4 * tiles)
     arrays = given.q, given.k, given.v, given.dout, given.dq, given.dk, given.dv
     maps = [tensor_map(array, (1, TOKENS, 1, 32)) for array in arrays]
     launch(
-        "attention_short_sm90", "backward", (tiles // own, p.heads, p.images), 128,
+        "attention_short_sm90", "backward", (p.heads, p.images), 128 * tiles,
         (*maps, given.out, given.lse, p.queries, p.keys, p.dim, 1 / math.sqrt(p.dim), *places),
-        tiles * (2 * tile + 512) + own * (2 * tile + 8192) + BARRIER_BYTES, T=p.dtype, DP=32, TILES=tiles,
+        tiles * (4 * _tile_bytes(p.dim) + 512) + tiles * tiles * 8192 + BARRIER_BYTES, T=p.dtype, DP=32, TILES=tiles,
     )
 
 
