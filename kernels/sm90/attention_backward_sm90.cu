@@ -36,7 +36,7 @@ constexpr int PART = 64 * DP * 4;         // bytes of a part of dq
 constexpr bool AHEAD = DP <= 96;          // the second tile's scores are begun before the first one's products are waited for
 constexpr int FEWER = DP <= 96 ? 40 : 24, MORE = DP <= 96 ? 232 : 240;  // registers of a producer's thread and of the others
 
-extern "C" __global__ void __launch_bounds__(128)
+extern "C" __global__ void __launch_bounds__(128, 4)
 delta(float* rows, u32* turns, const float* lse, const T* out, const T* dout, int Tq, int D) {
     wait_for_previous();
     int heads = gridDim.y, first = blockIdx.x * 64;
@@ -68,20 +68,19 @@ delta(float* rows, u32* turns, const float* lse, const T* out, const T* dout, in
 
 // A block's walk over its heads, and over the steps of each.
 struct Walk {
-    int steps, blocks, block, start, head;
+    int steps, blocks, block, head;
     __device__ __forceinline__ Walk(int Tq, int blocks)
-        : steps(CEIL_DIV(Tq, 128)), blocks(blocks), block(blockIdx.x % blocks), start((i64)block * steps / blocks),
-          head(blockIdx.x / blocks) {}
+        : steps(CEIL_DIV(Tq, 128)), blocks(blocks), block(blockIdx.x % blocks), head(blockIdx.x / blocks) {}
     __device__ __forceinline__ void next_head() { head += gridDim.x / blocks; }
-    // The first of the two tiles of the i-th step.
-    __device__ __forceinline__ int tile(int i) const { return (start + i) % steps * 2; }
-    // The tile's place among those of all heads.
-    __device__ __forceinline__ i64 index(int tile) const { return (i64)head * 2 * steps + tile; }
-    // How many blocks add to the tile before this one does. The last block that begins at the tile or before it is the first to add,
-    // then comes the one that begins before that one, and so on.
-    __device__ __forceinline__ u32 before(int tile) const {
-        int last = CEIL_DIV((i64)(tile / 2 + 1) * blocks, steps) - 1;
-        return (last - block + blocks) % blocks;
+    __device__ __forceinline__ int first_step() const { return block * steps / blocks; }
+    __device__ __forceinline__ int after(int step) const { return step + 1 == steps ? 0 : step + 1; }
+    // A tile's place among those of all heads.
+    __device__ __forceinline__ u32 index(int step, int tile) const { return (head * steps + step) * 2 + tile; }
+    // How many blocks add to a step's tiles before this one does. The last block that begins at the step or before it is the first
+    // to add, then comes the one that begins before that one, and so on.
+    __device__ __forceinline__ u32 before(int step) const {
+        int last = CEIL_DIV((step + 1) * blocks, steps) - 1;
+        return last < block ? last - block + blocks : last - block;
     }
 };
 
@@ -101,63 +100,63 @@ struct Shared {
         barrier_init(scores.full(0), 8), barrier_init(scores.empty(0), 8);
         for (int group = 0; group < 2; group++) barrier_init(part_full(group), 128), barrier_init(part_empty(group), 1);
         fence_barriers();
+        // Scores and parts are free at first, so that all waits of a step are for one parity.
+        for (int warp = 0; warp < 8; warp++) barrier_arrive(scores.empty(0));
+        for (int group = 0; group < 2; group++) barrier_arrive(part_empty(group));
     }
 };
 
-// The producer: one thread loads all tiles, in the order in which the consumers read them.
-__device__ __forceinline__ void produce(Shared at, Walk walk, const TileMap& q, const TileMap& k, const TileMap& v,
-                                        const TileMap& dout, const float* rows, int heads, int all, int D) {
-    for (; walk.head < all; walk.next_head()) {
-        int n = walk.head / heads;
-        Head head(walk.head % heads, D);
-        u32 full = at.keys.acquire(2 * KEY_TILE);
-        load_tile<KEYS>(at.keys.buffer(), k, full, head, walk.block * KEYS, n);
-        load_tile<KEYS>(at.keys.buffer() + KEY_TILE, v, full, head, walk.block * KEYS, n);
-        at.keys.advance();
+// Else what follows of x would be computed before a loop and lie in registers through it, of which there are too few.
+__device__ __forceinline__ void opaque(int& x) { asm volatile("" : "+r"(x)); }
+
+// What threads of the producer's warpgroup do. One loads a head's keys and values,
+__device__ __forceinline__ void load_keys(Shared& at, const Walk& walk, const TileMap& k, const TileMap& v, int heads, int D) {
+    Head head(walk.head % heads, D);
+    u32 full = at.keys.acquire(2 * KEY_TILE);
+    load_tile<KEYS>(at.keys.buffer(), k, full, head, walk.block * KEYS, walk.head / heads);
+    load_tile<KEYS>(at.keys.buffer() + KEY_TILE, v, full, head, walk.block * KEYS, walk.head / heads);
+    at.keys.advance();
+}
+// and a step's two tiles of queries and gradients, each with its rows.
+__device__ __forceinline__ void load_queries(const Shared& at, const Walk& walk, int step, u32 parity, const TileMap& q,
+                                             const TileMap& dout, const float* rows, int heads, int D) {
+    int item = walk.head;
+    opaque(item);
+    Head head(item % heads, D);
 #pragma unroll 1
-        for (int i = 0; i < walk.steps; i++)
-#pragma unroll 1
-            for (int tile = walk.tile(i), end = tile + 2; tile < end; tile++) {
-                u32 full = at.queries.acquire(2 * TILE + ROWS), buffer = at.queries.buffer();
-                load_tile(buffer, q, full, head, tile * 64, n);
-                load_tile(buffer + TILE, dout, full, head, tile * 64, n);
-                bulk_load(buffer + 2 * TILE, rows + walk.index(tile) * 128, ROWS, full);
-                at.queries.advance();
-            }
+    for (int tile = 0; tile < 2; tile++) {
+        u32 full = at.queries.full(tile), stage = at.queries.buffers + tile * STAGE;
+        barrier_wait(at.queries.empty(tile), parity ^ 1);
+        barrier_expect(full, 2 * TILE + ROWS);
+        load_tile(stage, q, full, head, step * 128 + tile * 64, item / heads);
+        load_tile(stage + TILE, dout, full, head, step * 128 + tile * 64, item / heads);
+        bulk_load(stage + 2 * TILE, rows + (i64)walk.index(step, tile) * 128, ROWS, full);
     }
 }
-
-// Adds the parts of dq of one warpgroup, each when it is this block's turn. One thread does so.
-__device__ __forceinline__ void add_parts(Shared at, Walk walk, int group, float* sums, u32* turns, int all) {
-    u32 phase = 0, part = at.parts + group * PART;
-    for (; walk.head < all; walk.next_head())
-#pragma unroll 1
-        for (int i = 0; i < walk.steps; i++) {
-            int tile = walk.tile(i) + group;
-            u32 before = walk.before(tile), now = 0, *turn = turns + walk.index(tile);
-            float* target = sums + walk.index(tile) * (PART / 4);
-            barrier_wait(at.part_full(group), phase);
-            phase ^= 1;
-            if (before == 0) {
-                bulk_store(target, part, PART);
-            } else {
-                while (now != before) asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(turn) : "memory");
-                fence_global_writes();
-                bulk_add(target, part, PART);
-            }
-            tma_store_wait();
-            barrier_arrive(at.part_empty(group));
-            tma_store_done();
-            fence_global_writes();
-            asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(turn), "r"(before + 1) : "memory");
-        }
+// Two others each add the parts of dq of a warpgroup, when it is this block's turn.
+__device__ __forceinline__ void add_part(const Shared& at, const Walk& walk, int step, u32 parity, int group, float* sums, u32* turns) {
+    barrier_wait(at.part_full(group), parity);
+    u32 index = walk.index(step, group), before = walk.before(step), now, part = at.parts + group * PART;
+    if (before == 0) {
+        bulk_store(sums + (i64)index * (PART / 4), part, PART);
+    } else {
+        do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(turns + index) : "memory");
+        while (now != before);
+        fence_global_writes();
+        bulk_add(sums + (i64)index * (PART / 4), part, PART);
+    }
+    tma_store_wait();
+    barrier_arrive(at.part_empty(group));
+    tma_store_done();
+    fence_global_writes();
+    asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(turns + index) : "memory");
 }
 
-// Scores of the keys from `left` on become -inf. They are transposed.
-template <int COUNT> __device__ __forceinline__ void mask_rows(float (&s)[COUNT], int left) {
+// The rows of transposed fragments, which are keys, become zeros from `left` on.
+__device__ __forceinline__ void clear_rows(u32 (&a)[4][4], int left) {
 #pragma unroll
-    for (int i = 0; i < COUNT; i++)
-        if ((int)(WARP_ROW + i / 2 % 2 * 8 + GROUP) >= left) s[i] = -infinity();
+    for (int i = 0; i < 16; i++)
+        if ((int)(WARP_ROW + i % 2 * 8 + GROUP) >= left) a[i / 4][i % 4] = 0;
 }
 
 // WIDTH columns of dq from FIRST on: ds of a tile and KEYS keys, transposed as it lies in shared memory, times the keys.
@@ -174,30 +173,28 @@ __device__ __forceinline__ void multiply_scores(float (&dq)[DP / 2], u32 scores,
 // A warpgroup's products: with its 64 keys, and with 64 queries of a step.
 struct Products { float dk[DP / 2], dv[DP / 2], p[32], ds[32]; };
 
-// Starts the products p of keys and queries, and ds of values and the result's gradients, of the next tile.
-__device__ __forceinline__ void score(Products& of, u32 k_tile, Ring& queries, int group) {
-    queries.wait();
+// Starts the products p of keys and queries, and ds of values and the result's gradients, of the tile in a stage.
+__device__ __forceinline__ void score(Products& of, u32 k_tile, u32 stage, int group) {
     wgmma_fence();
-    multiply_tokens<32, 64, KEYS>(of.p, k_tile, queries.buffer(), 0, group * 64);
+    multiply_tokens<32, 64, KEYS>(of.p, k_tile, stage, 0, group * 64);
     wgmma_commit();
-    multiply_tokens<32, 64, KEYS>(of.ds, k_tile + KEY_TILE, queries.buffer() + TILE, 0, group * 64);
+    multiply_tokens<32, 64, KEYS>(of.ds, k_tile + KEY_TILE, stage + TILE, 0, group * 64);
     wgmma_commit();
-    queries.advance();
 }
 
 // Waits for these products, and starts adding to dk and dv what the tile gives. Leaves ds in `scores`. rows: lse and delta.
-__device__ __forceinline__ void attended(Products& of, u32 stage, const float* rows, u32 scores, int left, float scale2, bool add) {
+__device__ __forceinline__ void attended(Products& of, u32 stage, const float* rows, u32 scores, int left, float scale2) {
     u32 weights[4][4], dscores[4][4];
     wgmma_wait<1>();
-    if (left < 64) mask_rows(of.p, left);  // else they would be 0, of keys that are zeros, and a weight might be infinite
     weigh_again(of.p, rows, scale2);
-    round_fragments(of.p, weights);
     wgmma_wait<0>();
     differentiate(of.ds, of.p, rows + 64);
+    round_fragments(of.p, weights);
     round_fragments(of.ds, dscores);
+    if (left < 64) clear_rows(dscores, left);  // of keys that are zeros, whose weights may be infinite
     wgmma_fence();
-    multiply_weights<4, 64>(of.dv, weights, stage + TILE, add);
-    multiply_weights<4, 64>(of.dk, dscores, stage, add);
+    multiply_weights<4, 64>(of.dv, weights, stage + TILE, true);
+    multiply_weights<4, 64>(of.dk, dscores, stage, true);
     wgmma_commit();
     store_fragments(scores, dscores);
     fence_writes();
@@ -223,49 +220,62 @@ backward(const __grid_constant__ TileMap q, const __grid_constant__ TileMap k, c
     if (group == 2) {
         set_registers<FEWER, false>();
         int warp = threadIdx.x % 128 / 32;
-        if (threadIdx.x % 32 != 0) return;
-        if (warp == 0) produce(at, walk, q, k, v, dout, rows, heads, all, D);
-        else if (warp < 3) add_parts(at, walk, warp - 1, sums, turns, all);
+        if (LANE != 0 || warp == 3) return;
+        for (u32 parity = 0; walk.head < all; walk.next_head()) {
+            if (warp == 0) load_keys(at, walk, k, v, heads, D);
+            int step = walk.first_step();
+#pragma unroll 1
+            for (int i = 0; i < walk.steps; i++, step = walk.after(step), parity ^= 1)
+                if (warp == 0) load_queries(at, walk, step, parity, q, dout, rows, heads, D);
+                else add_part(at, walk, step, parity, warp - 1, sums, turns);
+        }
         return;
     }
     set_registers<MORE, true>();
     int first = walk.block * KEYS + group * 64;
-    u32 part = at.parts + group * PART, phase = 1;  // of part_empty
-    float4* part_of_thread = reinterpret_cast<float4*>(shared + (part - base)) + threadIdx.x % 128;
-    Ring ahead = at.queries;  // of tiles that are not released yet
+    u32 part = at.parts + group * PART, scores = at.scores.buffers + group * (SCORES / 2), done = 0;  // steps of all heads
     for (; walk.head < all; walk.next_head()) {
         Products of;
+        clear(of.dk), clear(of.dv);
         at.keys.wait();
-        u32 k_tile = at.keys.buffer(), scores = at.scores.buffer();
+        u32 k_tile = at.keys.buffer();
 #pragma unroll 1
-        for (int i = 0; i < walk.steps; i++) {
-            auto attend = [&](int tile) {
-                u32 stage = at.queries.buffer();
-                const float* its_rows = reinterpret_cast<const float*>(shared + (stage - base) + 2 * TILE);
-                attended(of, stage, its_rows, scores + tile * SCORES + group * (SCORES / 2), Tk - first, scale * LOG2E, i > 0 || tile > 0);
+        for (u32 end = done + walk.steps; done != end; done++) {
+            u32 parity = done & 1;
+            auto begin = [&](int tile) {
+                barrier_wait(at.queries.full(tile), parity);
+                score(of, k_tile, at.queries.buffers + tile * STAGE, group);
             };
-            score(of, k_tile, ahead, group);
-            barrier_wait(at.scores.empty(0), at.scores.phase ^ 1);
+            auto attend = [&](int tile) {
+                u32 stage = at.queries.buffers + tile * STAGE;
+                attended(of, stage, reinterpret_cast<const float*>(shared + (stage - base) + 2 * TILE), scores + tile * SCORES, Tk - first,
+                         scale * LOG2E);
+            };
+            auto release = [&](u32 barrier) {  // each warp has read its rows for itself
+                if (LANE == 0) barrier_arrive(barrier);
+            };
+            begin(0);
+            barrier_wait(at.scores.empty(0), parity);
             attend(0);
-            if (AHEAD) score(of, k_tile, ahead, group), wgmma_wait<2>();
+            if (AHEAD) begin(1), wgmma_wait<2>();
             else wgmma_wait<0>();
-            at.queries.release<32>();  // each warp has read its rows for itself
-            if (!AHEAD) score(of, k_tile, ahead, group);
+            release(at.queries.empty(0));
+            if (!AHEAD) begin(1);
             attend(1);
-            if (LANE == 0) barrier_arrive(at.scores.full(0));
+            release(at.scores.full(0));
             wgmma_wait<0>();
-            at.queries.release<32>();
+            release(at.queries.empty(1));
 
             float dq[DP / 2];
-            at.scores.wait();
+            barrier_wait(at.scores.full(0), parity);
             wgmma_fence();
-            if constexpr (FULL > 0) multiply_scores<0, FULL * 64>(dq, scores + group * SCORES, k_tile);
-            if constexpr (REST > 0) multiply_scores<FULL * 64, REST>(dq, scores + group * SCORES, k_tile);
+            if constexpr (FULL > 0) multiply_scores<0, FULL * 64>(dq, at.scores.buffers + group * SCORES, k_tile);
+            if constexpr (REST > 0) multiply_scores<FULL * 64, REST>(dq, at.scores.buffers + group * SCORES, k_tile);
             wgmma_commit();
             wgmma_wait<0>();
-            at.scores.release<32>();
-            barrier_wait(at.part_empty(group), phase);
-            phase ^= 1;
+            release(at.scores.empty(0));
+            barrier_wait(at.part_empty(group), parity);
+            float4* part_of_thread = reinterpret_cast<float4*>(shared + (part - base)) + threadIdx.x % 128;
 #pragma unroll
             for (int j = 0; j < DP / 8; j++)
                 part_of_thread[j * 128] = make_float4(dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]);
@@ -273,14 +283,15 @@ backward(const __grid_constant__ TileMap q, const __grid_constant__ TileMap k, c
             barrier_arrive(at.part_full(group));
         }
         at.keys.release();
-        barrier_wait(at.part_empty(group), phase);
-        int n = walk.head / heads;
+        barrier_wait(at.part_empty(group), done & 1);
+        int key = first, n = walk.head / heads;
+        opaque(key);
         Head own(walk.head % heads, D);
-        store_tile(dk, of.dk, scale, part, own, first, n);
-        store_tile(dv, of.dv, 1.0f, part + TILE, own, first, n);
-        if (sums_k && first < Tk) {
-            i64 to = ((i64)n * CEIL_DIV(Tk, 64) + first / 64) * token + own.h * head;
-            leave_sums(sums_k + to, part, Tk - first, D), leave_sums(sums_v + to, part + TILE, Tk - first, D);
+        store_tile(dk, of.dk, scale, part, own, key, n);
+        store_tile(dv, of.dv, 1.0f, part + TILE, own, key, n);
+        if (sums_k && key < Tk) {
+            i64 to = ((i64)n * CEIL_DIV(Tk, 64) + key / 64) * token + own.h * head;
+            leave_sums(sums_k + to, part, Tk - key, D), leave_sums(sums_v + to, part + TILE, Tk - key, D);
         }
         finish_stores();
         warpgroup_meets();

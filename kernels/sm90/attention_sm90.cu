@@ -86,10 +86,6 @@ __device__ __forceinline__ int last_first() { return MASKED ? gridDim.x - 1 - bl
 
 // A row's `top` before its first score. It is finite where MASKED: a row of which no score counts has weights of 0, not NaN.
 __device__ __forceinline__ float lowest() { return MASKED ? -3.0e38f : -infinity(); }
-template <int COUNT> __device__ __forceinline__ void clear(float (&c)[COUNT]) {
-#pragma unroll
-    for (int i = 0; i < COUNT; i++) c[i] = 0.0f;
-}
 
 // Weights are computed by the tops of the steps before. Where a lane's sum of them is over MOST, tops are raised, and they are
 // computed again: a step then needs no maxima. The first step does so.

@@ -34,6 +34,10 @@ struct Head {
 
 #define WARP_ROW (threadIdx.x / 32 % 4 * 16)  // where this warp's 16 rows start, of a warpgroup's 64
 
+template <int COUNT> __device__ __forceinline__ void clear(float (&c)[COUNT]) {
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) c[i] = 0.0f;
+}
 // Round a warpgroup's accumulators, times `factor`, to A fragments.
 template <int COUNT>
 __device__ __forceinline__ void round_fragments(const float (&c)[COUNT], u32 (&a)[COUNT / 8][4], float factor = 1.0f) {

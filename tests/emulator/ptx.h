@@ -363,7 +363,7 @@ template <Text TEXT, typename... Operands> inline void ptx(Operands&&... operand
         poll();
         OPERAND(0) = *(const uint32_t*)OPERAND(1);
     }
-    IS("st.release.gpu.global.u32") *(uint32_t*)OPERAND(0) = OPERAND(1);
+    IS("red.release.gpu.global.add.u32") ++*(uint32_t*)OPERAND(0);
     IS("ld.relaxed.gpu.global.u32") OPERAND(0) = *(const uint32_t*)OPERAND(1);
     IS(".im2col_no_offs") {
         Index<4> first = {OPERAND(1), OPERAND(2), OPERAND(3), OPERAND(4)};
