@@ -41,6 +41,15 @@ def test_narrow_heads_of_more_tokens_than_one_launch_takes(hopper, rng, dim, que
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dim", [8, 24, 32])
+@pytest.mark.parametrize("queries, keys", [(1, 200), (256, 1), (144, 130), (65, 129), (196, 256), (70, 150)])
+def test_narrow_heads_of_two_short_sequences(hopper, rng, dim, queries, keys):
+    """Tiles without queries, or without keys."""
+    q, k, v = (rng.standard_normal((2, tokens, 3, dim)) for tokens in (queries, keys, keys))
+    check_op(attention, q, k, v, device="cuda", dtypes=("bfloat16", "float16"))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("dim", [40, 72])
 def test_keys_that_are_missing_have_no_weight_where_all_scores_are_low(hopper, rng, dim):
     """Missing keys are zeros, whose score of 0 would be far above the others: a weight of infinity, times 0."""

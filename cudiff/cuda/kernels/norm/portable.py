@@ -122,8 +122,8 @@ def tiling(n: int, pixels: int, channels: int, pack: int, multiprocessors: int, 
     """How blocks share n images: tiles of an image, chunks of channels, and packs of a chunk.
 
     pack: channels that are read at once. multiprocessors: those of the GPU, each of which has two blocks at once.
-    arrays: how many a pass reads and writes. Of 28 shapes on an H200 the choice is within 0.9 % of the best in the mean
-    for four arrays, within 0.2 % for two.
+    arrays: how many a pass reads and writes. On an H200 28 shapes were timed with up to ten cuts each. Where the choice
+    is one of these, 22 times, it is within 0.3 % of the best in the mean for four arrays, within 0.1 % for two.
     """
     packs, at_once = channels // pack, 2 * multiprocessors
     least = blocks(packs, 32)
