@@ -393,8 +393,9 @@ def test_info_says_which_kernels_run(cli):
     assert code == 0 and "attention_sm90.forward" in out and "attention.forward" in out
     for architecture, there, runs in ("sm_80", "sm_80", "no"), ("sm_90", "sm_90a", "yes"):
         out = cli("info", "--kernels", "--arch", architecture)[1]
-        lines = [line.split("│")[-2].strip() for line in out.splitlines() if line.startswith("│ attention")]
-        assert f"runs on {there}" in out.replace("\n", " ") and lines == [*[runs] * 4, "yes", "yes"]
+        rows = [line.split("│") for line in out.splitlines() if line.startswith("│ attention")]
+        assert f"runs on {there}" in out.replace("\n", " ") and len(rows) > 4
+        assert all(row[-2].strip() == (runs if "_sm" in row[1] else "yes") for row in rows)
     code, _, error = cli("info", "--arch", "sm_70")
     assert code == 2 and error.count("\n") == 1 and "choose one of sm_75, " in error
 
