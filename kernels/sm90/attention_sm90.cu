@@ -87,10 +87,6 @@ __device__ __forceinline__ int last_first() { return MASKED ? gridDim.x - 1 - bl
 // A row's `top` before its first score. It is finite where MASKED: a row of which no score counts has weights of 0, not NaN.
 __device__ __forceinline__ float lowest() { return MASKED ? -3.0e38f : -infinity(); }
 
-// Weights are computed by the tops of the steps before. Where a lane's sum of them is over MOST, tops are raised, and they are
-// computed again: a step then needs no maxima. The first step does so.
-constexpr float MOST = 256.0f;
-
 // A step of the online softmax: adds to acc and sum what 64 queries get from the first KEYS tokens of a tile of keys, and of
 // the tile of values behind it. `left` tokens exist; those after them are masked. The queries lie from `first` on.
 template <int KEYS>
