@@ -84,6 +84,44 @@ def test_threads_that_wait_for_ever_are_told(host):
     assert launched(host, text, 1, 32, 1) == "its threads wait for each other for ever"
 
 
+@pytest.mark.parametrize("before_reuse, before_reading, right", [
+    ("tma_store_wait();", "tma_store_done();", True), ("", "tma_store_done();", False),
+    ("tma_store_wait();", "", False),
+])
+def test_a_wait_for_a_bulk_store_that_is_missing_is_seen(host, before_reuse, before_reading, right):
+    """Another warp overwrites what is stored, and a third reads what was written."""
+    text = """
+    #include "wgmma.cuh"
+    extern "C" __global__ void f(float* out, float* stored) {
+        __shared__ __align__(16) float own[4];
+        __shared__ int said;
+        volatile int* step = &said;
+        if (threadIdx.x < 4) own[threadIdx.x] = 1.0f;
+        if (threadIdx.x == 0) said = 0;
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            bulk_store(stored, shared_address(own), 16);
+            BEFORE_REUSE
+            *step = 1;
+            BEFORE_READING
+            *step += 1;
+            tma_store_done();
+        }
+        if (threadIdx.x == 32) {
+            while (*step < 1) __nanosleep(20);
+            own[0] = 2.0f;
+        }
+        if (threadIdx.x == 64) {
+            while (*step < 2) __nanosleep(20);
+            out[0] = stored[0];
+        }
+    }"""
+    out, stored = host.empty(1, np.float32), host.empty(4, np.float32)
+    text = text.replace("BEFORE_REUSE", before_reuse).replace("BEFORE_READING", before_reading)
+    assert launched(host, text, 1, 96, out, stored) is None
+    assert (out.item() == 1.0) == right
+
+
 def test_blocks_of_a_cooperative_launch_wait_for_each_other(host):
     text = """
     extern "C" __global__ void f(u32* arrived, int* out) {

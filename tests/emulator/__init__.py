@@ -5,9 +5,10 @@
 with CUDIFF_PORTABLE=1 as on an older GPU, with CUDIFF_COMPUTE=75 as on a T4: `CUDIFF_EMULATE=1 python -m pytest -m gpu
 tests/ops`.
 
-What is computed is looked at, not how long it takes. Bulk stores read shared memory as late as they may, so that a wait
-for them that is missing shows. All other asynchronous copies and products are made at once, so that one for them does
-not. A captured function is called as it is; several streams are not emulated.
+What is computed is looked at, not how long it takes. For a time some warps stand still, so that others overtake them.
+Bulk stores read shared memory as late as they may, so that a wait for them that is missing shows. All other
+asynchronous copies and products are made at once, so that one for them does not. A captured function is called as it
+is; several streams are not emulated.
 """
 
 from __future__ import annotations

@@ -271,7 +271,11 @@ template <Text TEXT, typename... Operands> inline void ptx(Operands&&... operand
                   TEXT.has("cp.async.wait_group")) {
     }
     IS("cp.async.bulk.commit_group") self->stores.commit();
-    IS("cp.async.bulk.wait_group") self->stores.wait(OPERAND(0));
+    IS("cp.async.bulk.wait_group") {
+        if (self->stores.groups.size() > OPERAND(0) || !TEXT.has(".read")) come_last();
+        self->stores.read(OPERAND(0));
+        if (!TEXT.has(".read")) self->stores.write();
+    }
     IS("cvt.f32.f16") OPERAND(0) = from_half(OPERAND(1));
     IS("cvt.rn.bf16x2.f32") OPERAND(0) = (uint32_t)to_bf16(OPERAND(1)) << 16 | to_bf16(OPERAND(2));
     IS("cvt.rn.f16x2.f32") OPERAND(0) = (uint32_t)to_half(OPERAND(1)) << 16 | to_half(OPERAND(2));
@@ -390,11 +394,15 @@ template <Text TEXT, typename... Operands> inline void ptx(Operands&&... operand
         counter(OPERAND(2 + RANK)).change(0, -bytes);
     }
     IS("cp.async.bulk.global.shared::cta") {
-        self->stores.open.push_back([to = OPERAND(0), from = OPERAND(1), bytes = OPERAND(2)] { memcpy((void*)to, at(from), bytes); });
+        self->stores.open.push_back([to = OPERAND(0), from = OPERAND(1), bytes = OPERAND(2)] {
+            std::vector<unsigned char> read(at(from), at(from) + bytes);
+            self->stores.writes.push_back([to, read] { memcpy((void*)to, read.data(), read.size()); });
+        });
     }
     IS("cp.reduce.async.bulk.global.shared::cta") {
         self->stores.open.push_back([to = (float*)OPERAND(0), from = OPERAND(1), count = OPERAND(2) / 4] {
-            for (uint32_t i = 0; i < count; i++) to[i] += ((const float*)at(from))[i];
+            std::vector<float> read((const float*)at(from), (const float*)at(from) + count);
+            self->stores.writes.push_back([to, read] { for (size_t i = 0; i < read.size(); i++) to[i] += read[i]; });
         });
     }
     IS("cp.async.bulk.shared::cluster.global") {

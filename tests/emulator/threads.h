@@ -1,8 +1,8 @@
 // CUDA's threads on one thread of a CPU: each has a stack of its own and runs until it waits for others.
 //
 // A launch runs its blocks one after the other, those of a cluster or of a cooperative launch together. Warps take turns in an
-// order that is drawn anew each time, so that what depends on it shows. Shared memory starts as NaN bytes and lies between
-// guards, which are looked at when a block ends.
+// order that is drawn anew each time, and four of them are left out for a time, so that what depends on it shows. Shared memory
+// starts as NaN bytes and lies between guards, which are looked at when a block ends.
 #pragma once
 #include <algorithm>
 #include <array>
@@ -26,7 +26,7 @@ namespace emulator {
 
 constexpr int STACK = 1 << 18, ARENA = 1 << 18, BARRIERS = 16, GUARD = 64;
 constexpr unsigned char POISON = 0xff, GUARDED = 0xa5;
-constexpr int STUCK = 20000;  // turns of all warps in which nobody came any further
+constexpr int STUCK = 20000;  // turns without progress after which a launch is given up
 
 struct Barrier { int arrived = 0; uint64_t generation = 0; };
 
@@ -54,17 +54,22 @@ struct Block {
     std::vector<std::pair<const void*, int>> statics;  // of each static variable, where it lies
 };
 
-// A thread's bulk stores read shared memory as late as they may: when the thread waits for them. So a wait that is missing
-// shows; a thread that ends without is told.
+// A thread's bulk stores read shared memory as late as they may: when the thread waits for them, and all others wait too. Those
+// without a map write later yet: when the thread waits for that, or ends. So a wait that is missing shows; a thread that ends
+// without is told.
 struct Stores {
     std::vector<std::vector<std::function<void()>>> groups;  // committed, the oldest first
-    std::vector<std::function<void()>> open;
+    std::vector<std::function<void()>> open, writes;  // writes: of stores that have read shared memory
     void commit() { groups.push_back(std::move(open)), open.clear(); }
-    void wait(size_t pending) {
+    void read(size_t pending) {
         while (groups.size() > pending) {
             for (auto& store : groups.front()) store();
             groups.erase(groups.begin());
         }
+    }
+    void write() {
+        for (auto& store : writes) store();
+        writes.clear();
     }
 };
 
@@ -84,6 +89,7 @@ static Thread* self = nullptr;
 static unsigned char* dynamic_shared = nullptr;
 static jmp_buf scheduler;
 static bool progress = false;
+static int stuck = 0;  // turns of all warps, the newest ones, in which nobody came any further
 static const char* failure = nullptr;
 static void (*body)(void**) = nullptr;
 static void** arguments = nullptr;
@@ -101,6 +107,12 @@ __attribute__((noinline)) static void suspend() {
 }
 // Have others run, in a loop that looks at memory.
 static inline void poll() { suspend(); }
+// Have others run until all wait, each twice.
+static inline void come_last() {
+    stuck = 0;
+    while (stuck < 2) poll();
+    progress = true;
+}
 
 static inline void wait_for(const uint64_t& generation) {
     self->awaited = &generation, self->seen = generation;
@@ -162,6 +174,7 @@ static void leave() {
     Block& block = *self->block;
     Warp& warp = *self->warp;
     if (!self->stores.open.empty() || !self->stores.groups.empty()) failure = "a thread ends before its bulk stores have been made";
+    self->stores.write();
     self->done = true, progress = true;
     warp.alive &= ~(1u << self->lane), block.alive--, alive--;
     if (warp.arrived && warp.arrived == (warp.mask & warp.alive)) complete(warp);
@@ -240,16 +253,19 @@ static void run_together(std::vector<Block>& blocks, int shared) {
         }
     }
     alive = (int)count, cluster = {{}, alive, 0};
-    size_t warps = blocks.size() * per_block;
-    for (int stuck = 0; alive && !failure; stuck = progress ? 0 : stuck + 1) {
+    size_t warps = blocks.size() * per_block, none = (warps + 3) / 4, asleep = draw() / 7 % none;  // which four warps are
+    for (stuck = 0; alive && !failure; stuck = progress ? 0 : stuck + 1) {
         if (stuck > STUCK) {
             failure = "its threads wait for each other for ever";
             break;
         }
+        if (stuck) asleep = none;
+        else if (draw() >> 24 == 0) asleep = draw() / 7 % none;
         progress = false;
         size_t first = draw() / 7 % warps, backwards = draw() >> 30 & 1;
         for (size_t turn = 0; turn < warps; turn++) {
             size_t warp = (first + (backwards ? warps - turn : turn)) % warps;
+            if (warp / 4 == asleep) continue;
             size_t start = warp / per_block * each + warp % per_block * 32, end = std::min<size_t>(start + 32, (warp / per_block + 1) * each);
             for (bool again = true; again && !failure;) {
                 bool before = progress;
