@@ -56,17 +56,36 @@ def test_blocks_of_several_heads(hopper, rng, monkeypatch, dim):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("left", [1, 2])
+def test_turns_of_a_launch_before_do_not_count(hopper, rng, monkeypatch, left):
+    """Memory is used again: it may say that the first blocks have added their parts."""
+    make = backward_sm90.empty
+
+    def empty(shape, dtype):
+        array = make(shape, dtype)
+        if dtype == np.uint32:
+            array.fill(left)
+        return array
+
+    monkeypatch.setattr(backward_sm90, "empty", empty)
+    found, again, expected = gradients(rng, 2, 130, 513, 2, 64, "bfloat16")
+    for a, b, c in zip(found, again, expected, strict=True):
+        assert_close(a, c, TOLERANCE[a.dtype])
+        assert a.tobytes() == b.tobytes()
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("dim", [64, 72, 128])
 def test_keys_that_are_missing_have_no_weight_where_all_scores_are_low(hopper, rng, dim):
     """Missing keys are zeros, whose score of 0 would be far above the others: a weight of infinity, times 0."""
-    found, _, expected = gradients(rng, 1, 130, 190, 1, dim, "bfloat16", shift=6.0)
+    found, _, expected = gradients(rng, 1, 130, 191, 1, dim, "bfloat16", shift=6.0)
     for a, b in zip(found, expected, strict=True):
         assert np.isfinite(a.astype(float)).all() and relative_error(a.astype(float), b) < 5e-2
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dim", [40, 72, 96, 128])
-@pytest.mark.parametrize("tokens", [200, 256])
+@pytest.mark.parametrize("tokens", [130, 200, 256])
 def test_sums_of_the_gradients(hopper, rng, dim, tokens):
     """Over tiles of 64 tokens, of what was stored."""
     tiles = -(-tokens // 64)
@@ -92,11 +111,13 @@ LONG = problem.Problem(True, np.dtype(np.float16), 2, 4096, 4096, 16, 64, aligne
     ({"images": 8, "queries": 1024, "keys": 1024, "dim": 128}, True),
     ({"images": 256, "queries": 256, "keys": 256, "heads": 12}, False), ({"masked": True}, False),
     ({"aligned": False}, False), ({"dtype": np.dtype(np.float32)}, False), ({"backward": False}, False),
-    ({"keys": 132 * 128, "dim": 128}, True), ({"keys": 132 * 128 + 1, "dim": 128}, False),
+    ({"queries": 132 * 128, "keys": 132 * 128, "dim": 128}, True),
+    ({"queries": 132 * 128, "keys": 132 * 128 + 1, "dim": 128}, False), ({"queries": 8192, "keys": 1024}, True),
+    ({"images": 15, "queries": 200, "keys": 132 * 128, "heads": 6, "dim": 80}, False),
     ({"queries": 512, "keys": 511}, False), ({"queries": 1, "keys": 1}, False),
 ])
 def test_when_it_is_chosen(monkeypatch, changes, served):
-    """Of many blocks of keys not all could be there at once."""
+    """Of many blocks of keys not all could be there at once, and of few queries they would wait for turns."""
     monkeypatch.setattr(backward_sm90, "multiprocessors", lambda: 132)
     offer = backward_sm90.offer_backward(LONG._replace(**changes))
     assert (offer is not None) == served
