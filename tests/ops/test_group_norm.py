@@ -343,6 +343,15 @@ def test_the_cuts_that_were_fastest(n, pixels, channels, arrays, tiles, chunks):
     assert portable.tiling(n, pixels, channels, 8, 132, arrays)[:2] == (tiles, chunks)
 
 
+@pytest.mark.parametrize("n, pixels, channels, more", [
+    (1, 4096, 384, False), (1, 16384, 256, False), (4, 16384, 256, False), (8, 16384, 192, False),
+    (8, 65536, 128, True),
+])
+def test_tiles_that_take_another_launch_are_worth_it(n, pixels, channels, more):
+    """Above 64 tiles of an image a launch adds up their sums. More tiles save a small pass less than it takes."""
+    assert (portable.tiling(n, pixels, channels, 8, 132, arrays=4)[0] > 64) == more
+
+
 def test_packs_need_channels_and_addresses_at_16_bytes(host_of):
     host, low = host_of(True), np.dtype(np.float16)
     whole, shifted = host.zeros((2, 8, 64), low), host.zeros(2 * 8 * 64 + 8, low)
