@@ -71,7 +71,8 @@ STEMS_OF = {
     "map": ["elementwise"], "mma": ["matmul", "grouped_linear", "attention", "conv2d"],
     "channel_statistics": ["group_norm", "pool", "batch_norm"], "philox": ["random", "dropout"],
     "reduce": ["softmax", "layer_norm", "mse"], "tiles": ["group_norm"],
-    "vector": ["layer_norm", "mse", "edm", "gated"], "wgmma": ["conv2d_sm90", "attention_sm90"],
+    "vector": ["layer_norm", "mse", "edm", "gated"],
+    "wgmma": ["conv2d_sm90", "attention_sm90", "attention_backward_sm90"],
 }
 
 

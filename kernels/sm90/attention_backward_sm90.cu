@@ -109,7 +109,7 @@ struct Shared {
 // Else what follows of x would be computed before a loop and lie in registers through it, of which there are too few.
 __device__ __forceinline__ void opaque(int& x) { asm volatile("" : "+r"(x)); }
 
-// What threads of the producer's warpgroup do. One loads a head's keys and values,
+// One thread of the producer's warpgroup loads all tiles: a head's keys and values, by this,
 __device__ __forceinline__ void load_keys(Shared& at, const Walk& walk, const TileMap& k, const TileMap& v, int heads, int D) {
     Head head(walk.head % heads, D);
     u32 full = at.keys.acquire(2 * KEY_TILE);
@@ -117,7 +117,7 @@ __device__ __forceinline__ void load_keys(Shared& at, const Walk& walk, const Ti
     load_tile<KEYS>(at.keys.buffer() + KEY_TILE, v, full, head, walk.block * KEYS, walk.head / heads);
     at.keys.advance();
 }
-// and a step's two tiles of queries and gradients, each with its rows.
+// and by this a step's two tiles of queries and of the result's gradients, each with its rows.
 __device__ __forceinline__ void load_queries(const Shared& at, const Walk& walk, int step, u32 parity, const TileMap& q,
                                              const TileMap& dout, const float* rows, int heads, int D) {
     int item = walk.head;
@@ -133,7 +133,7 @@ __device__ __forceinline__ void load_queries(const Shared& at, const Walk& walk,
         bulk_load(stage + 2 * TILE, rows + (i64)walk.index(step, tile) * 128, ROWS, full);
     }
 }
-// Two others each add the parts of dq of a warpgroup, when it is this block's turn.
+// Two other threads of it add parts of dq, each those of one warpgroup, when it is this block's turn.
 __device__ __forceinline__ void add_part(const Shared& at, const Walk& walk, int step, u32 parity, int group, float* sums, u32* turns) {
     barrier_wait(at.part_full(group), parity);
     u32 index = walk.index(step, group), before = walk.before(step), now, part = at.parts + group * PART;

@@ -22,7 +22,7 @@ LONG = 512  # keys, at least: of 256 it was faster by 2 % at most
 
 
 def offer_backward(p: Problem) -> Offer | None:
-    """It declines where two passes are estimated to be as fast: they need no memory beside the gradients."""
+    """It declines where two passes are estimated to be as fast: they need no sums of dq in float32."""
     served = p.backward and is_low(p.dtype) and 32 < p.dim <= 128 and p.aligned and not p.masked
     if not served or p.keys < LONG or blocks(p.keys, KEYS) > multiprocessors():
         return None
