@@ -323,7 +323,7 @@ def test_every_plan_fits(kernel, itemsize, skip, upsample):
     """What kernels/sm90/conv2d_sm90.cu needs of shared memory and its rings; some tile takes each shape."""
     for height, width in SIZES:
         for channels, outputs in ((8, 136), (72, 64), (1000, 20000)):
-            shape = (3, height, width, channels)
+            shape = (4, height, width, channels)
             problem = shape, outputs, kernel, itemsize, skip, upsample
             plans = sm90.plans(*problem)
             assert sm90.plan(*problem) in plans
@@ -331,7 +331,7 @@ def test_every_plan_fits(kernel, itemsize, skip, upsample):
                 chunk_of = [chunk for chunk in range(blocks(channels * itemsize, 128)) for _ in range(kernel[1])]
                 chunk_of += [chunk_of[-1] + 1 + chunk for chunk in range(-(-skip * itemsize // 128))]
                 steps = len(chunk_of)
-                tiles = blocks(3, images) * blocks(height, rows) * blocks(width, 8)
+                tiles = blocks(4, images) * blocks(height, rows) * blocks(width, 8)
                 iterations = 2 if together else blocks(tiles, each)
                 assert cluster == 1 or (iterations == 1 and each * blocks(outputs, 64) <= sm90.at_once(cluster))
                 parts = [(steps * rank // cluster, steps * (rank + 1) // cluster) for rank in range(cluster)]

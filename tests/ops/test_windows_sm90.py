@@ -31,7 +31,8 @@ def convolution(direction, images, inputs, outputs, taps, **changes):
 @pytest.mark.parametrize("problem, row", [
     (convolution(FPROP, (32, 8, 8), 1536, 768, 3, wanted=SUMMED), "conv2d_sm90"),
     (convolution(DGRAD, (32, 8, 8), 768, 768, 3, wanted=NORMED), "conv2d_sm90"),
-    (convolution(FPROP, (128, 4, 4), 256, 256, 3), "gemm_sm90"),
+    (convolution(FPROP, (128, 4, 4), 256, 256, 3), "conv2d_sm90"),
+    (convolution(DGRAD, (256, 4, 4), 256, 128, 3), "gemm_sm90"),
     (convolution(FPROP, (32, 32, 32), 384, 1152, 1), "gemm_sm90"),
     (convolution(DGRAD, (32, 32, 32), 384, 1152, 1, wanted=NORMED), "gemm_sm90"),
     (convolution(FPROP, (32, 64, 64), 192, 192, 3, wanted=SUMMED), "conv2d_sm90"),
@@ -52,13 +53,13 @@ def test_it_takes_strides_one_tap_and_small_images(problem, row):
     assert CONVOLUTION.select(problem, "sm_80").row.name in ("conv2d", "matmul")
 
 
-@pytest.mark.parametrize("images, share", [(64, 1), (128, windows_sm90.SMALL_SHARE)])
+@pytest.mark.parametrize("images, share", [(128, 1), (256, windows_sm90.SMALL_SHARE)])
 def test_a_block_s_smallest_tiles_are_counted_with_all_their_images(images, share):
-    """A tile has two of 3 x 3 pixels: 32 blocks have a tile each, or two."""
-    asked = (images, 3, 3, 256), 256, (3, 3), 2, 0, False
+    """A tile has four of one pixel: 32 blocks have a tile each, or two."""
+    asked = (images, 1, 1, 256), 256, (3, 3), 2, 0, False
     chosen, = sm90.plan.by_rule(*asked)
-    assert (chosen.choice, chosen.blocks) == ([64, 1, 0, 2], 32)
-    found = windows_sm90.otherwise(convolution(FPROP, (images, 3, 3), 256, 256, 3))
+    assert (chosen.choice, chosen.blocks) == ([64, 1, 0, 4], 32)
+    found = windows_sm90.otherwise(convolution(FPROP, (images, 1, 1), 256, 256, 3))
     assert found == share * sm90.plan.estimate(*asked)
 
 

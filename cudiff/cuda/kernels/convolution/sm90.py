@@ -29,7 +29,8 @@ MAP_BYTES = 1024  # of the affine maps of a norm's channels
 CLUSTERS = (1, 2, 4, 8)  # blocks of a cluster
 COLUMNS = (1, 3, 5, 7)  # of taps
 MOST_PARTS = 16  # blocks of a tile with stream-K: the first adds what others leave, in turn. Up to 11 were measured
-IMAGES = (2, 3)  # of a tile of several: with four of 7x7 registers spilled
+IMAGES = {2: 256, 3: 256, 4: 192}  # of a tile of several, and its most pixels: four of 6x6 or 7x7 spill registers
+MOST_HALOS = 8  # halo tiles in flight
 MOST_SHARES = 3  # tiles of a block with stream-K: with more, whole ones took less time at 10 of 11 shapes
 
 
@@ -215,8 +216,8 @@ def _of_several(shape: tuple[int, ...], taps: int, upsample: bool) -> list[tuple
     if upsample or shape[2] > 8:
         return []
     gap, found = taps // 2, []
-    for images in IMAGES:
-        fitting = [tile for tile in TILES if tile.pixels // 8 >= images * (shape[1] + gap) - gap]
+    for images, most in IMAGES.items():
+        fitting = [tile for tile in TILES if images * (shape[1] + gap) - gap <= tile.pixels // 8 <= most // 8]
         if fitting and images <= shape[0]:
             found.append((min(fitting), images))
     return found
@@ -306,13 +307,14 @@ def fit(tile: Tile, shape: tuple[int, ...], outputs: int, kernel: tuple[int, int
         results += tile.pixels * CHANNELS * 4
     others = BARRIER_BYTES + images * MAP_BYTES + results
     room = SHARED_BYTES - 1024 - others
-    for halos in (4 if skip else 2, 2):  # a skip path has a halo tile for each tap
+    # A halo tile of one tap is read for one step, as those of a skip path are.
+    for halos in (8, 6, 4, 2) if kernel == (1, 1) else (4 if skip else 2, 2):
         weights = min(steps, 16, (room - min(halos, chunks * iterations) * halo) // weight)
-        if weights >= min(steps, 4):
+        if weights >= min(steps, max(4, halos)):
             break
     if weights < min(steps, 3 if upsample else 2):
         return None
-    halos = min(4, chunks * iterations, (room - weights * weight) // halo)
+    halos = min(MOST_HALOS, chunks * iterations, (room - weights * weight) // halo)
     return Plan(tile, cluster, rows, each, halos, weights, halos * halo + weights * weight + others, together, images)
 
 
