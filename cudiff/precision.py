@@ -19,8 +19,8 @@ def allow_tf32(allowed: bool = True) -> Iterator[None]:
     """Let float32 matrix products, convolutions and attention of this thread round their operands to 10 bits of
     mantissa on a GPU, inside the block; also usable as a decorator.
 
-    Their relative error is about 1e-3 then, and 1e-6 without. A backward computes as its forward did. A Module uses
-    its own `precision`, inside the block too.
+    Their relative error is about 1e-3 then, and 1e-6 without. A backward computes as its forward did. A Module goes by
+    its own `precision`, inside the block too: `fp32` does not round, the others do.
     """
     before = tf32_allowed()
     set_tf32(allowed)

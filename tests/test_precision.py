@@ -81,7 +81,7 @@ def test_backward_computes_as_its_forward_did(told):
     assert told()[2:] == [False, False]
 
 
-@pytest.mark.parametrize("precision, allowed", [("fp32", False), ("tf32", True), ("bf16", False), ("fp16", False)])
+@pytest.mark.parametrize("precision, allowed", [("fp32", False), ("tf32", True), ("bf16", True), ("fp16", True)])
 def test_a_module_goes_by_its_own_precision(told, precision, allowed):
     model = Layer(Layer())
     model.precision = precision

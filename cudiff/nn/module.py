@@ -176,7 +176,7 @@ class Module:
         raise NotImplementedError(f"{type(self).__name__} has no forward")
 
     def __call__(self: HasForward[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        tf32 = self._precision == "tf32"
+        tf32 = self._precision != "fp32"
         if tf32 == tf32_allowed():
             return self.forward(*args, **kwargs)
         with allow_tf32(tf32):
@@ -310,7 +310,8 @@ class Module:
 
     @property
     def precision(self) -> str:
-        """`fp32`, `tf32`, `bf16` or `fp16`: what matrix products compute in and activations are stored as.
+        """`fp32`, `tf32`, `bf16` or `fp16`: what matrix products compute in and activations are stored as. Products of
+        what stays float32, such as a U-Net's embedding, are rounded to tf32 on a GPU, in `fp32` not.
 
         In 16 bits it is the model that takes its inputs to `activation_dtype`, as cudiff's models do: layers compute in
         the dtype of what they are given.

@@ -11,8 +11,9 @@ import numpy as np
 
 from cudiff.backend import Array, float32
 from cudiff.cuda.accumulate import gradient_target
+from cudiff.cuda.device import multiprocessors
 from cudiff.cuda.kernels.gemm.matmul import few_rows_blocks
-from cudiff.cuda.kernels.gemm.product import Epilogue, sum_splits
+from cudiff.cuda.kernels.gemm.product import Epilogue, products, sum_splits
 from cudiff.cuda.launch import blocks, empty, launch
 from cudiff.function import Function
 from cudiff.ops.cast import as_wide, astype, require_floats
@@ -24,7 +25,8 @@ from cudiff.tensor import Tensor
 __all__ = ["grouped_linear"]
 
 GROUPS, FEW_ROWS = 64, 4  # of one launch; of its kernel for few rows
-TILE, DX_TILE, DWEIGHT_TILE = 16, 32, 64  # rows and columns of out, dx and a dweight that a block computes
+THREADS, STAGES = 128, 3  # of a block; of the depth in shared memory at a time
+STAGE = 2048  # elements of each operand in a stage
 
 
 class Group(NamedTuple):
@@ -50,18 +52,34 @@ def _batches(groups: list[Group]) -> list[list[Group]]:
     return [groups[first : first + GROUPS] for first in range(0, len(groups), GROUPS)]
 
 
-def _launch(name: str, groups: list[Group], tiles: tuple[int, int], x: Array, *silu: bool) -> None:
-    """Launch a kernel of grouped_linear.cu over tiles (down, across), or for few rows blocks, of each group; x is
-    (N, E), or partials of that shape."""
+@functools.cache
+def _side(rows: int, columns: int, groups: int) -> int:
+    """Rows and columns of a block's tile of results (rows, columns): 64 if each multiprocessor gets two of them, else
+    32. Rows that are none are multiplied too."""
+    large = groups * blocks(rows, 64) * blocks(columns, 64)
+    return 64 if rows > 32 and large >= 2 * multiprocessors() else 32
+
+
+def _launch(name: str, groups: list[Group], rows: int, columns: int, x: Array, *silu: bool) -> None:
+    """Launch a kernel of grouped_linear.cu. rows, columns: the largest group's result. x: (N, E), or partials of that
+    shape."""
     n, features = x.shape[-2:]
+    side = _side(rows, columns, len(groups))
+    grid, threads, shared = (blocks(rows, side), blocks(columns, side)), THREADS, 2 * 4 * STAGE * STAGES
+    if name == "dweight":
+        grid = grid[0], grid[1] + 1
+    elif name == "few_rows":
+        grid, threads, shared = (few_rows_blocks(rows, columns), 1), 256, 0
     table = np.zeros(1, _TABLE)
     arrays = [x]
     for i, group in enumerate(groups):
         places = [0 if array is None else array.data.ptr for array in group[:4]]
         table["groups"][0, i] = (*places, group.out.shape[1], group.add_weight, group.add_bias)
         arrays += [array for array in group[:4] if array is not None]
-    vec = math.gcd(*[math.gcd(array.data.ptr, array.shape[-1] * array.itemsize) for array in arrays]) % 16 == 0
-    launch("grouped_linear", name, (*tiles, len(groups)), 256, (table, x, n, features, *silu), VEC=int(vec))
+    aligned = math.gcd(*[math.gcd(array.data.ptr, array.shape[-1] * array.itemsize) for array in arrays]) % 16 == 0
+    launch("grouped_linear", name, (*grid, len(groups)), threads, (table, x, n, features, *silu), shared, T=float32,
+           OUT=float32, TF32_PRODUCTS=products(float32), BM=side, BN=side, BK=STAGE // side, WM=2, WN=2,
+           STAGES=STAGES, ALIGNED=int(aligned))
 
 
 class GroupedLinear(Function):
@@ -90,11 +108,9 @@ class GroupedLinear(Function):
         ctx.save(x, *weights, *(group.z for group in groups))
         ctx.parts = parts
         rows, outputs = len(x), max(map(len, weights)) // parts
-        name, tiles = "forward", (blocks(rows, TILE), blocks(outputs, TILE))
-        if 0 < rows <= FEW_ROWS:  # with 22 layers of 1,536 inputs 4 rows take 47 µs, and 8 rows 99, by tiles 67
-            name, tiles = "few_rows", (few_rows_blocks(rows, outputs), 1)
+        name = "few_rows" if 0 < rows <= FEW_ROWS else "forward"
         for batch in _batches(groups):
-            _launch(name, batch, tiles, x, silu)
+            _launch(name, batch, rows, outputs, x, silu)
         return tuple(group.out for group in groups)
 
     @staticmethod
@@ -134,18 +150,16 @@ class GroupedLinear(Function):
                     if array is not None and not added:
                         array.fill(0)
         rows_each = max(group.out.shape[1] for group in groups)
-        tiles = blocks(rows_each, DWEIGHT_TILE), blocks(x.shape[1], DWEIGHT_TILE) + 1
         for batch in _batches(groups) if any(needs[1:]) else []:
-            _launch("dweight", batch, tiles, x)
+            _launch("dweight", batch, rows_each, x.shape[1], x)
         return tuple(grads)
 
 
 def _sum_products(dx: Array, add: bool, groups: list[Group]) -> None:
     """dx = or, with `add`, += the sum over the groups of d_preact · weight."""
     partials = empty((len(groups), *dx.shape), float32)
-    tiles = blocks(len(dx), DX_TILE), blocks(dx.shape[1], DX_TILE)
     for i, batch in enumerate(_batches(groups)):
-        _launch("dx", batch, tiles, partials[i * GROUPS :])
+        _launch("dx", batch, *dx.shape, partials[i * GROUPS :])
     sum_splits(partials, dx, Epilogue(addend=dx if add else None), dx.shape[1])
 
 
