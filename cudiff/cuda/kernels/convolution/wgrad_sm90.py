@@ -204,9 +204,8 @@ def time(chosen: Plan, images: tuple[int, ...], weights: tuple[tuple[int, ...], 
     if upsample and taps == 1:  # the halo tile is loaded row by row; three taps have time for that
         step = max(1.15 * step, 0.067 * (rows + kernel_rows))
     share = product * 256 / cluster  # bytes of the product that a block writes
-    estimate = waves * (2.9 + blocks(_steps(images, rows), splits) * step + share / 29e3)
-    if cluster > 1:
-        estimate += 1.1 + share * (cluster - 1) / 20e3
+    exchange = 1.1 + share * (cluster - 1) / 20e3 if cluster > 1 else 0.0
+    estimate = waves * (2.9 + blocks(_steps(images, rows), splits) * step + share / 29e3 + exchange)
     if splits > cluster:  # the sums over splits, whose launch a batch shares
         estimate += 1.5 + splits // cluster * sum(math.prod(weight) for weight in weights) * 4 / 2.2e6
     return estimate
