@@ -217,10 +217,10 @@ def time(chosen: Plan, rows: int, columns: int, depth: int, low_out: bool, batch
     first = whole * blocks(rows if transposed else columns, width)
     parts = (tiles - first) * splits
     products = waves(first, steps) + waves(parts, blocks(steps, splits))
-    loads = 2 * depth * (rows + columns) / BANDWIDTH
-    # Products and loads overlap: the longer counts, and up to 1.19 times that where they are alike. 8: three launches.
-    # 2.2e6: bytes of parts that are written and read in a microsecond.
-    return 8 + (products**4 + loads**4) ** 0.25 + parts * ROWS * width * 4 / 2.2e6
+    loads = 2 * depth * (rows + columns) / 3.6e6
+    # Products and loads overlap: the longer counts, and up to 1.19 times that where they are alike. 5: up to three
+    # launches. 2.2e6: bytes of parts that are written and read in a microsecond.
+    return 5 + (products**4 + loads**4) ** 0.25 + parts * ROWS * width * 4 / 2.2e6
 
 
 plan = Planner("gemm_sm90", plans, time, version=2)  # 1: no splits
