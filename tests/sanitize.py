@@ -143,7 +143,7 @@ def more() -> Iterator[tuple[str, Callable[[], Any]]]:
         tensor(*shape, dtype="bfloat16") for shape in ((2, 70, 24), (40, 24), (40,), (2, 70, 40), (2, 40)))))
     yield "convolution by stream-K", lambda: ops.conv2d(
         tensor(24, 16, 16, 320, dtype="bfloat16"), tensor(192, 3, 3, 320), padding=1)
-    for size in ((65, 8, 8, 192), (41, 8, 8, 512)):  # the last tile lacks an image
+    for size in ((65, 8, 8, 192), (41, 8, 8, 512), (130, 4, 4, 256)):  # the last tile lacks images
         yield f"norm_silu_conv2d of tiles of several images, {size[3]} channels", lambda s=size: _back(
             ops.norm_silu_conv2d(tensor(*s, dtype="bfloat16"), weight=tensor(256, 3, 3, s[3]), norm_weight=tensor(s[3]),
                                  norm_bias=tensor(s[3]), emb=tensor(s[0], 256)))

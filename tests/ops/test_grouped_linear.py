@@ -43,12 +43,13 @@ def tensors(arrays, device):
     (7, 131, (33, 3)),
     (130, 67, (33, 129)),
     (1, 256, (64, 128)),
-    (130, 12, (1030, 1024)),
+    (130, 140, (2900, 2883)),
+    (130, 70, tuple(1 + g % 9 for g in range(45))),
     (5, 12, tuple(1 + g % 9 for g in range(GROUPS + 3))),
 ], ids=str)
 def test_grouped_linear(device, rng, n, features, outputs, silu):
-    """The last case is of more layers than a launch takes; on the CPU, where they take turns, of eight. That before it
-    has more blocks than run at once, which get no more shared memory than the kernel declares."""
+    """The last case is of more layers than a launch takes; on the CPU, where they take turns, of eight. The two before
+    it have tiles of 64: of the outputs and the weights' gradients, and of the input's."""
     outputs = outputs if device == "cuda" else outputs[:8]
     arrays = rng.standard_normal((n, features)), *random_parameters(rng, features, outputs)
     fn, torch_fn = (functools.partial(of, silu=silu) for of in (apply, torch_grouped_linear))
