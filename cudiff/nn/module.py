@@ -310,8 +310,8 @@ class Module:
 
     @property
     def precision(self) -> str:
-        """`fp32`, `tf32`, `bf16` or `fp16`: what matrix products compute in and activations are stored as. Products of
-        what stays float32, such as a U-Net's embedding, are rounded to tf32 on a GPU, in `fp32` not.
+        """`fp32`, `tf32`, `bf16` or `fp16`: what matrix products compute in and activations are stored as. In all but
+        `fp32` a GPU rounds operands that are float32, such as a U-Net's embedding, to 10 bits of mantissa.
 
         In 16 bits it is the model that takes its inputs to `activation_dtype`, as cudiff's models do: layers compute in
         the dtype of what they are given.
