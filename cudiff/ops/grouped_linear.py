@@ -52,7 +52,6 @@ def _batches(groups: list[Group]) -> list[list[Group]]:
     return [groups[first : first + GROUPS] for first in range(0, len(groups), GROUPS)]
 
 
-@functools.cache
 def _side(rows: int, columns: int, groups: int) -> int:
     """Rows and columns of a block's tile of results (rows, columns): 64 if each multiprocessor gets two of them, else
     32. Rows that are none are multiplied too."""
@@ -176,7 +175,8 @@ def grouped_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor
     """x (N, in) · weights[g] (out[g], in) transposed + biases[g] (out[g],), and SiLU of that if `silu` → a tuple of
     (N, out[g]), in x's dtype; or of `parts` tensors (N, out[g] / parts) for each g, its columns in parts.
 
-    16-bit operands are converted to float32, in which sums are: meant for small layers, such as a time embedding's.
+    16-bit operands are converted to float32, in which sums are; see `allow_tf32`. Meant for small layers, such as a time
+    embedding's.
     Raises ValueError where the sizes do not agree or a parameter occurs twice, TypeError for integers.
     """
     if not weights or len(weights) != len(biases):

@@ -1,4 +1,5 @@
 import functools
+import importlib
 
 import ml_dtypes
 import numpy as np
@@ -63,6 +64,14 @@ def test_up_to_four_rows_are_a_pass_over_the_weights(host_of):
         x, weight, bias = (Tensor(host.zeros(size, np.float32)) for size in ((rows, 12), (20, 12), (20,)))
         grouped_linear(x, [weight], [bias])
         assert host.launches == [("grouped_linear", name)]
+
+
+def test_tiles_are_large_where_two_of_them_come_to_a_multiprocessor(monkeypatch):
+    module = importlib.import_module("cudiff.ops.grouped_linear")
+    for count, problem, side in ((132, (65, 64, 132), 64), (132, (65, 64, 131), 32), (131, (65, 64, 131), 64),
+                                 (132, (33, 65, 132), 64), (132, (32, 6400, 64), 32)):
+        monkeypatch.setattr(module, "multiprocessors", lambda count=count: count)
+        assert module._side(*problem) == side
 
 
 @pytest.mark.parametrize("silu", [False, True], ids=["", "silu"])

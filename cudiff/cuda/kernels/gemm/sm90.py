@@ -219,7 +219,7 @@ def time(chosen: Plan, rows: int, columns: int, depth: int, low_out: bool, batch
     products = waves(first, steps) + waves(parts, blocks(steps, splits))
     loads = 2 * depth * (rows + columns) / 3.6e6
     # Products and loads overlap: the longer counts, and up to 1.19 times that where they are alike. 5: up to three
-    # launches. 2.2e6: bytes of parts that are written and read in a microsecond.
+    # launches. 3.6e6, 2.2e6: bytes in a microsecond, of operands that are read, and of parts, written and read.
     return 5 + (products**4 + loads**4) ** 0.25 + parts * ROWS * width * 4 / 2.2e6
 
 
