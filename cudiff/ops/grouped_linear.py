@@ -175,9 +175,9 @@ def grouped_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor
     """x (N, in) · weights[g] (out[g], in) transposed + biases[g] (out[g],), and SiLU of that if `silu` → a tuple of
     (N, out[g]), in x's dtype; or of `parts` tensors (N, out[g] / parts) for each g, its columns in parts.
 
-    16-bit operands are converted to float32, in which sums are; see `allow_tf32`. Meant for small layers, such as a time
-    embedding's.
-    Raises ValueError where the sizes do not agree or a parameter occurs twice, TypeError for integers.
+    16-bit operands are converted to float32, in which sums are; see `allow_tf32`. Meant for small layers, such as a
+    time embedding's. Raises ValueError where the sizes do not agree or a parameter occurs twice, TypeError for
+    integers.
     """
     if not weights or len(weights) != len(biases):
         raise ValueError(f"grouped_linear: {len(weights)} weights and {len(biases)} biases do not make pairs")
