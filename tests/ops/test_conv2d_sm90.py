@@ -339,16 +339,16 @@ def test_every_plan_fits(kernel, itemsize, skip, upsample):
                 chunks = max(len(set(chunk_of[first:last])) for first, last in parts)
                 assert rows <= height and images * (rows + kernel[0] // 2) - kernel[0] // 2 <= tile.pixels // 8
                 assert images == 1 or (rows == height and width <= 8 and cluster == 1 and not upsample)
-                assert halos >= min(2, chunks * iterations)
-                assert weights >= min(2, max(last - first for first, last in parts))
-                pitch = 7 + kernel[1] + (2 if upsample and kernel[1] in (3, 7) else 0)
+                assert halos >= min(2, chunks * iterations) and weights >= min(2, -(-steps // cluster))
+                pitch, weight = 7 + kernel[1] + (2 if upsample and kernel[1] in (3, 7) else 0), kernel[0] * 8192
                 halo = blocks((tile.pixels // 8 + kernel[0] - 1) * pitch * 128, 1024) * 1024
                 assert 16 * (halos + weights) + 40 <= sm90.BARRIER_BYTES == 1024
                 finished = 1 if together and tiles * blocks(outputs, 64) <= each else min(2, iterations)
-                results = finished * blocks(tile.pixels // 8 // cluster, 2) * 2 * 8 * 64 * itemsize
-                mail = tile.pixels * 64 * 4 if cluster > 1 else 0
-                assert 1024 * (1 + images) + halos * halo + weights * kernel[0] * 8192 + results + mail <= shared
-                assert shared + 1024 <= sm90.SHARED_BYTES
+                others = 1024 * (1 + images) + (tile.pixels * 64 * 4 if cluster > 1 else 0)
+                others += finished * blocks(tile.pixels // 8 // cluster, 2) * 2 * 8 * 64 * itemsize
+                assert others + halos * halo + weights * weight <= shared <= sm90.SHARED_BYTES - 1024
+                room = sm90.SHARED_BYTES - 1024 - others - min(2, chunks * iterations) * halo
+                assert kernel == (1, 1) or skip or weights == min(16, room // weight, -(-steps // cluster))
 
 
 @pytest.mark.parametrize("images", [1, 16, 32, 64])
