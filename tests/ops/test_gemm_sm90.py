@@ -42,6 +42,11 @@ def test_wide_layers_take_it_and_others_the_convolutions(rows, inputs, outputs, 
         assert LINEAR.select(layer(direction, rows, inputs, outputs), "sm_80").row.name == "matmul"
 
 
+def test_a_weight_gradient_of_few_tiles_is_split():
+    """18 tiles for 132 multiprocessors: 14.2 µs on an H200, in clusters 18.1."""
+    assert sm90.plan.by_rule(384, 768, 8192, False)[0].splits > 1
+
+
 WIDE = 8192, 768, 3072
 
 
