@@ -40,7 +40,7 @@ STAGES = 8  # at most
 SUMMED = 64  # rows of the result for each sum that is left
 STEPS = {256: 0.65, 192: 0.495, 128: 0.36}  # microseconds of a step, by a tile's columns
 BANDWIDTH = 3e6  # bytes in a microsecond
-ONE_TAP_FLOPS = 330e6  # of conv2d_sm90 with one tap, in a microsecond at most: its warpgroups share no operand
+ONE_TAP_FLOPS = 330e6  # of conv2d_sm90 with one tap, in a microsecond, as counted: its warpgroups share no operand
 
 
 # The fusions that one launch does together. Each reads or writes one more matrix; a gate reads one and writes one.
