@@ -24,7 +24,10 @@ from cudiff.tensor import Tensor
 
 __all__ = ["grouped_linear"]
 
-GROUPS, FEW_ROWS = 64, 4  # of one launch; of its kernel for few rows
+GROUPS = 64  # of one launch
+FEW_ROWS = 4
+"""Rows up to which the weights are read in one pass, in float32. With 22 layers of 1,536 inputs, on an H200, 4 rows
+take 52 µs, by tiles 46 in tf32 and 106 without; 8 rows would take 94, by tiles 47 and 107."""
 THREADS, STAGES = 128, 3  # of a block; of the depth in shared memory at a time
 STAGE = 2048  # elements of each operand in a stage
 
@@ -53,8 +56,8 @@ def _batches(groups: list[Group]) -> list[list[Group]]:
 
 
 def _side(rows: int, columns: int, groups: int) -> int:
-    """Rows and columns of a block's tile of results (rows, columns): 64 if each multiprocessor gets two of them, else
-    32. Rows that are none are multiplied too."""
+    """Rows and columns of a block's tile, for results of (rows, columns): 64 if each multiprocessor gets two such
+    tiles, else 32. Of up to 32 rows it is 32, because a tile multiplies all of its rows."""
     large = groups * blocks(rows, 64) * blocks(columns, 64)
     return 64 if rows > 32 and large >= 2 * multiprocessors() else 32
 

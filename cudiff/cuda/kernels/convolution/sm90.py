@@ -307,8 +307,8 @@ def fit(tile: Tile, shape: tuple[int, ...], outputs: int, kernel: tuple[int, int
         results += tile.pixels * CHANNELS * 4
     others = BARRIER_BYTES + images * MAP_BYTES + results
     room = SHARED_BYTES - 1024 - others
-    # A halo tile of one tap is read for one step, as those of a skip path are.
-    for halos in (8, 6, 4, 2) if kernel == (1, 1) else (4 if skip else 2, 2):
+    # A 1x1 convolution and a skip path read a halo tile for one step only: they need more of them in flight.
+    for halos in (MOST_HALOS, 6, 4, 2) if kernel == (1, 1) else (4 if skip else 2, 2):
         weights = min(steps, 16, (room - min(halos, chunks * iterations) * halo) // weight)
         if weights >= min(steps, max(4, halos)):
             break
