@@ -17,13 +17,21 @@ def pictures(rng, *shape):
     return rng.integers(0, 256, shape, dtype=np.uint8)
 
 
-def test_bytes_come_back_from_what_training_sees():
+def test_bytes_come_back_from_what_training_sees(device):
     images = np.arange(256, dtype=np.uint8)
     np.testing.assert_array_equal(plot.to_uint8(images / np.float32(127.5) - 1), images)
-    np.testing.assert_array_equal(plot.to_uint8(Tensor([-3.0, -1.0, 0.0, 1.0, 7.0])), [0, 0, 128, 255, 255])
-    for bad in (np.nan, np.inf):
-        with pytest.raises(CudiffError, match="not finite"):
-            plot.to_uint8(np.array([0.0, bad], np.float32))
+    large = np.full(200, 2e36, np.float32)  # their sum is beyond float32
+    for seen, expected in (
+        (images / np.float32(127.5) - 1, images), ([-3.0, -1.0, 0.0, 1.0, 7.0], [0, 0, 128, 255, 255]),
+        (np.zeros((), np.float32), 128), (np.zeros((0, 8, 8, 3), np.float32), np.zeros((0, 8, 8, 3))),
+        (np.full(99, -1, bfloat16), np.zeros(99)), (large, np.full(200, 255)),
+    ):
+        np.testing.assert_array_equal(plot.to_uint8(Tensor(seen, device=device)), expected)
+    for bad in (np.nan, np.inf, -np.inf):
+        given = np.array([0.0, bad], np.float32)
+        for images in (given, Tensor(given, device=device)):
+            with pytest.raises(CudiffError, match="not finite"):
+                plot.to_uint8(images)
 
 
 def test_grid_places_every_image(rng):

@@ -146,8 +146,8 @@ def karras_sigmas(num_steps: int, sigma_min: float = 0.002, sigma_max: float = 8
     except OverflowError:
         low = high = math.inf
     with np.errstate(all="ignore"):
-        ends = (high + np.array([0.0, 1.0]) * (low - high)) ** rho
-    if not np.allclose(ends, [sigma_max, sigma_min], rtol=1e-3, atol=0):
+        highest, lowest = (high + np.array([0.0, 1.0]) * (low - high)) ** rho
+    if not (math.isclose(highest, sigma_max, rel_tol=1e-3) and math.isclose(lowest, sigma_min, rel_tol=1e-3)):
         raise CudiffError(f"rho {rho:g} is too {'small' if rho < 1 else 'large'} for noise levels from {sigma_max:g} "
                           f"to {sigma_min:g}: use one nearer to 7")
     return np.append((high + ramp * (low - high)) ** rho, 0.0)
