@@ -18,8 +18,8 @@
 // Launch      The tiled kernels are launched as tiles.cuh says.
 // Shared      Dynamic shared memory. finish_statistics, and `normalize` where it is given channel statistics: 16 bytes for each
 //             channel of a block's groups, or for each thread if those are more. finish_sums, and `input_gradients` where it is
-//             given tile_sums: 8 bytes for each channel and each thread. `input_gradients` always 16 packs a thread more, on
-//             Turing 8.
+//             given tile_sums: 8 bytes for each channel of a block's groups and each thread. `input_gradients` always 16 packs a
+//             thread more, on Turing 8.
 // On Hopper group_norm_sm90.cu takes what fits in shared memory, group_norm_backward_sm90.cu where it is estimated to be
 // faster.
 #include "mma.cuh"

@@ -42,7 +42,7 @@ from cudiff.statistics import ChannelStatistics
 
 
 def _without_statistics(offer: Callable[[Problem], Offer | None]) -> Callable[[Problem], Offer | None]:
-    """`offer` for exact fprop only (float32 not rounded to tf32), which leaves statistics to the norm."""
+    """`offer` for exact fprop of float32 only, which leaves statistics to the norm."""
     def offer_exact(p: Problem) -> Offer | None:
         exact = p.direction == FPROP and p.x.dtype == float32 and p.products == 3
         return offer(p._replace(wanted=p.wanted - {Fusion.STATISTICS})) if exact else None

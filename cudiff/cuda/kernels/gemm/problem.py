@@ -22,8 +22,8 @@ class Matrix(NamedTuple):
 class Product(NamedTuple):
     """out (B, m, n) = or, with `add`, += a (B, m, k) · b (B, k, n), where a and b have one dtype.
 
-    With `transpose_a` a is (B, k, m), with `transpose_b` b is (B, n, k). products: tensor-core products for one; 3 for
-    float32 that is not rounded to tf32.
+    With `transpose_a` a is (B, k, m), with `transpose_b` b is (B, n, k). products: tensor-core products for one, 3 for
+    exact float32.
     """
 
     a: Matrix
