@@ -95,8 +95,9 @@ def more() -> Iterator[tuple[str, Callable[[], Any]]]:
             norm_weight=tensor(128), norm_bias=tensor(128), emb=tensor(2, 64), residual=tensor(2, 8, 8, 64, dtype=d)))
         yield f"group_norm {dtype}", lambda d=dtype: _back(ops.group_norm(
             tensor(2, 16, 16, 64, dtype=d), tensor(64), tensor(64), silu=True))
-        yield f"many groups {dtype}", lambda d=dtype: _back(ops.group_norm(
-            tensor(1, 2, 2, 4096, dtype=d), tensor(4096), tensor(4096), 32))
+        for groups in (32, 2):
+            yield f"{groups} groups of 4,096 channels {dtype}", lambda d=dtype, groups=groups: _back(ops.group_norm(
+                tensor(1, 2, 2, 4096, dtype=d), tensor(4096), tensor(4096), groups))
         yield f"conv2d of few channels {dtype}", lambda d=dtype: _few_channels(tensor, d)
         yield f"transpose {dtype}", lambda d=dtype: _back(ops.transpose(tensor(3, 5, 64, dtype=d), (1, 0, 2)))
         yield f"transposed matrix {dtype}", lambda d=dtype: _turned(tensor(70, 33, dtype=d))
