@@ -74,9 +74,10 @@ constexpr int A_BYTES = ROWS * ROW_BYTES, B_BYTES = B_MN ? B_PANELS * PANEL_BYTE
 constexpr int WIDTH = BN / CLUSTER;  // columns of a tile that a block finishes
 constexpr bool ROUNDS = sizeof(OUT) == 2;
 constexpr bool READS = ADDS || GATES || MULTIPLIES;  // `other`
-// A warpgroup's panels in shared memory. Where `other` is read, all of its tile lies there, and under KEEPS there is one more.
-// Else two are written in turns: while TMA reads one, the other is written.
-constexpr int PANELS = READS ? WIDTH / 64 + KEEPS : KEEPS || WIDTH > 64 ? 2 : 1;
+// A warpgroup's panels in shared memory: all of a tile's where `other` lies there first, with one more under KEEPS, and where they
+// are three or fewer. Else two are written in turns: while TMA reads one, the other is written.
+constexpr int PARTS = WIDTH / 64 * (KEEPS + 1);  // panels that a tile stores
+constexpr int PANELS = READS ? WIDTH / 64 + KEEPS : PARTS <= 3 ? PARTS : 2;
 constexpr int RESULT_BYTES = ROUNDS ? PANELS * PANEL_BYTES : 0;
 constexpr int BAND = 16;
 
@@ -237,13 +238,13 @@ __device__ __forceinline__ void store_rounded(const TensorMap& out, const Tensor
     bool leads = threadIdx.x % 128 == 0;
     Window window(m0, sizes);
 #pragma unroll
-    for (int part = 0; part < WIDTH / 64 * (KEEPS + 1); part++) {
+    for (int part = 0; part < PARTS; part++) {
         int panel = part / (KEEPS + 1);
         bool keeps = KEEPS && part % 2 == 0, first = keeps || !KEEPS;  // this part stores out2; it is the first to need v
         int place = !READS ? part % PANELS : keeps ? PANELS - 1 : panel;
         u32 at_panel = result + place * PANEL_BYTES;
-        if (!READS || (keeps && part > 0)) {  // until TMA has read what was stored from this place
-            if (leads && part == 0) tma_store_wait();  // of the last tile: three panels in two places end in the first
+        if (READS ? keeps && part > 0 : part == 0 || PANELS < PARTS) {  // until TMA has read what was stored from this place
+            if (leads && part == 0) tma_store_wait();  // of the last tile
             if (leads && part > 0) tma_store_wait<READS ? 1 : PANELS - 1>();
             warpgroup_meets();
         }

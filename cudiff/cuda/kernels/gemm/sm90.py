@@ -326,6 +326,7 @@ def _fit(plan: Plan, b_mn: bool, low_out: bool, reads: bool, keeps: bool) -> tup
     stage, rest = (ROWS + (blocks(width, 64) * 64 if b_mn else width)) * ROW_BYTES, BARRIER_BYTES
     if low_out:
         panels = width // cluster // 64
-        rest += 2 * (panels + keeps if reads else 2 if keeps else min(2, panels)) * PANEL_BYTES + 2 * width * 4
+        parts = panels * (1 + keeps)
+        rest += 2 * (panels + keeps if reads else parts if parts <= 3 else 2) * PANEL_BYTES + 2 * width * 4
     stages = min(STAGES, (SHARED_BYTES - rest) // stage)
     return stages, rest + stages * stage
