@@ -20,11 +20,34 @@ from cudiff.ops.cast import as_tensor, as_tensors, as_wide, astype, downcast, ma
 from cudiff.ops.integer import integer
 from cudiff.statistics import ChannelStatistics, Kind
 from cudiff.tensor import Tensor
+from cudiff.threads import cut, parallel_map
 
 __all__ = [
     "abs", "cbrt", "ceil", "exp", "exp2", "expm1", "floor", "log", "log1p", "log2", "log10", "negative", "relu",
     "round", "sigmoid", "sign", "silu", "softplus", "sqrt", "square",
 ]
+
+
+BLOCK = 1 << 18
+"""Elements of large arrays that a thread computes at once, so that what lies between stays in its cache. On two cores
+the gradient of GELU by tanh of 4.8 million took 6 ms, by 2^14 13, by 2^20 8, and 23 on one thread without blocks."""
+
+
+def _by_parts(function: Callable[..., np.ndarray], dtype: np.dtype, *arrays: np.ndarray) -> np.ndarray:
+    """function(*arrays) of arrays of one shape, element by element, in `dtype`, on all cores. 16-bit ones are computed
+    in float32."""
+    shape, size = arrays[0].shape, arrays[0].size
+    if size <= BLOCK:
+        return downcast(function(*map(upcast, arrays)), dtype)
+    flat, out = [np.ravel(array) for array in arrays], np.empty(size, dtype)
+
+    def compute(part: slice) -> None:
+        for start in range(part.start, part.stop, BLOCK):
+            block = slice(start, min(start + BLOCK, part.stop))
+            out[block] = function(*[upcast(array[block]) for array in flat])
+
+    parallel_map(compute, cut(size, out.itemsize))
+    return out.reshape(shape)
 
 
 class Unary(Function):
@@ -38,14 +61,14 @@ class Unary(Function):
 
     @classmethod
     def forward_numpy(cls, ctx, x):
-        out = downcast(cls.value(upcast(x)), x.dtype)
+        out = _by_parts(cls.value, x.dtype, x)
         if ctx.needs[0]:
             ctx.save(out if cls.saves_out else x)
         return out
 
     @classmethod
     def backward_numpy(cls, ctx, dout, needs, into):
-        return (downcast(cls.gradient(upcast(dout), upcast(ctx.saved[0])), dout.dtype),)
+        return (_by_parts(cls.gradient, dout.dtype, dout, ctx.saved[0]),)
 
     @classmethod
     def forward_cuda(cls, ctx, x):

@@ -3,7 +3,8 @@ import numpy as np
 import pytest
 
 import cudiff
-from cudiff import Tensor, ops
+from cudiff import Tensor, ops, threads
+from cudiff.ops import elementwise
 from tests.check import check_op, relative_error, torch
 
 # name, PyTorch's function, and how standard normal numbers become inputs of the domain, away from kinks
@@ -118,6 +119,28 @@ def test_unaligned_slice(device, rng):
     for start in (1, 2, 3):
         part = Tensor(x, device=device)[start:]
         assert relative_error(cudiff.exp(part).numpy(), np.exp(x[start:])) < 1e-6
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("name", ["exp", "square", "gelu", "softplus"])
+def test_large_arrays_are_computed_by_blocks(monkeypatch, name, dtype, rng):
+    """On all cores, each of them by blocks; of arrays whose axes lie in another order too."""
+    values = rng.standard_normal((7, 201, 3)).astype(dtype)
+    dout = rng.standard_normal((3, 201, 7)).astype(dtype)
+
+    def run():
+        x = Tensor(values.T, requires_grad=True)
+        out = getattr(ops, name)(x)
+        out.backward(dout)
+        return out.numpy(), x.grad
+
+    expected = run()
+    monkeypatch.setattr(elementwise, "BLOCK", 64)
+    monkeypatch.setattr(threads, "LEAST_BYTES", 1000)
+    monkeypatch.setattr(threads, "PART_BYTES", 1000)
+    for found, before in zip(run(), expected, strict=True):
+        assert found.dtype == before.dtype and found.shape == before.shape
+        np.testing.assert_allclose(found.astype(np.float64), before.astype(np.float64), rtol=1e-6)
 
 
 def test_low_precision_computes_in_float32(rng):
