@@ -16,11 +16,12 @@ from cudiff.cuda.sums import empty_statistics
 from cudiff.function import Function
 from cudiff.ops.arithmetic import where
 from cudiff.ops.cast import as_tensors, astype
-from cudiff.ops.matmul import matmul, matmul_numpy
+from cudiff.ops.matmul import matmul
 from cudiff.ops.shape import reshape, split, transpose
 from cudiff.ops.softmax import softmax
 from cudiff.statistics import Kind
 from cudiff.tensor import Tensor, gradient_depth
+from cudiff.threads import cut, parallel_map, unflagged
 
 __all__ = ["attention", "attention_qkv"]
 
@@ -32,17 +33,26 @@ class Attention(Function):
 
     @staticmethod
     def forward_numpy(ctx, q, k, v, mask=None):
-        scores = matmul_numpy(_by_head(q), _by_head(k).swapaxes(-1, -2)) / math.sqrt(q.shape[-1])
-        if mask is not None:
-            np.copyto(scores, -np.inf, where=~mask)
-        top = scores.max(axis=-1, keepdims=True)
-        scores -= np.where(np.isneginf(top), 0, top)
-        weights = np.exp(scores, out=scores)
-        total = weights.sum(axis=-1, keepdims=True)
-        weights /= np.where(total == 0, 1, total)  # 0 of a query that attends to no key
+        queries, keys, values = _by_head(q), _by_head(k), _by_head(v)
+        weights = np.empty((*queries.shape[:3], k.shape[1]), queries.dtype)
+        out = np.empty(q.shape, q.dtype)
+        wanted = None if mask is None else np.broadcast_to(mask, weights.shape)
+
+        def attend(images: slice) -> None:
+            scores = _product(queries[images], keys[images].swapaxes(-1, -2), weights[images])
+            scores /= math.sqrt(q.shape[-1])
+            if wanted is not None:
+                np.copyto(scores, -np.inf, where=~wanted[images])
+            top = scores.max(axis=-1, keepdims=True)
+            scores -= np.where(np.isneginf(top), 0, top)
+            np.exp(scores, out=scores)
+            total = scores.sum(axis=-1, keepdims=True)
+            scores /= np.where(total == 0, 1, total)  # 0 of a query that attends to no key
+            out[images] = _product(scores, values[images]).transpose(0, 2, 1, 3)
+
+        parallel_map(attend, cut(len(q), weights[:1].nbytes))
         ctx.save(q, k, v, weights)
-        out = matmul_numpy(weights, _by_head(v))
-        return np.ascontiguousarray(out.transpose(0, 2, 1, 3)).reshape(*q.shape[:2], -1).astype(q.dtype, copy=False)
+        return out.reshape(*q.shape[:2], -1)
 
     @staticmethod
     def backward_numpy(ctx, dout, needs, into):
@@ -120,11 +130,23 @@ def _by_head(x: np.ndarray) -> np.ndarray:
 def _backward_numpy(ctx, dout, dq, dk, dv):
     q, k, v, weights = ctx.saved
     q, k, v, dout = (_by_head(x) for x in (q, k, v, dout.reshape(q.shape)))
-    dweights = matmul_numpy(dout, v.swapaxes(-1, -2))
-    dscores = weights * (dweights - (weights * dweights).sum(axis=-1, keepdims=True)) / math.sqrt(q.shape[-1])
-    dq[:] = matmul_numpy(dscores, k).transpose(0, 2, 1, 3)
-    dk[:] = matmul_numpy(dscores.swapaxes(-1, -2), q).transpose(0, 2, 1, 3)
-    dv[:] = matmul_numpy(weights.swapaxes(-1, -2), dout).transpose(0, 2, 1, 3)
+
+    def differentiate(images: slice) -> None:
+        own, slopes = weights[images], dout[images]
+        dscores = _product(slopes, v[images].swapaxes(-1, -2))
+        dscores -= (own * dscores).sum(axis=-1, keepdims=True)
+        dscores *= own
+        dscores /= math.sqrt(q.shape[-1])
+        dq[images] = _product(dscores, k[images]).transpose(0, 2, 1, 3)
+        dk[images] = _product(dscores.swapaxes(-1, -2), q[images]).transpose(0, 2, 1, 3)
+        dv[images] = _product(own.swapaxes(-1, -2), slopes).transpose(0, 2, 1, 3)
+
+    parallel_map(differentiate, cut(len(q), weights[:1].nbytes))
+
+
+@unflagged
+def _product(a: np.ndarray, b: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
+    return np.matmul(a, b, out=out)
 
 
 def _backward_cuda(ctx, dout, dq, dk, dv, sums=None):

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import cudiff
-from cudiff import Tensor, attention, attention_qkv, linear
+from cudiff import Tensor, attention, attention_qkv, linear, threads
 from cudiff.backend import to_device
 from cudiff.cuda.kernels.attention import table
 from cudiff.cuda.kernels.attention.mask import pack
@@ -40,6 +40,26 @@ def test_qkv(device, rng, shape, new_order):
         lambda qkv: attention_qkv(qkv, heads, new_order), rng.standard_normal((n, t, 3 * heads * dim)), device=device,
         torch_fn=lambda qkv: torch_qkv(qkv, heads, new_order), dtypes=("float32", "bfloat16", "float16"),
     )
+
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_images_in_parts_have_the_same_bits(monkeypatch, rng, masked):
+    """Each core takes some of the images."""
+    arrays = [rng.standard_normal((5, 9, 3, 8)).astype(np.float32) for _ in range(3)]
+    dout, mask = rng.standard_normal((5, 9, 24)).astype(np.float32), rng.random((5, 1, 9, 9)) < 0.5
+
+    def run():
+        inputs = [Tensor(array, requires_grad=True) for array in arrays]
+        out = attention(*inputs, mask=mask if masked else None)
+        out.backward(dout)
+        return out.numpy(), *(x.grad for x in inputs)
+
+    expected = run()
+    monkeypatch.setattr(threads, "LEAST_BYTES", 1)
+    monkeypatch.setattr(threads, "PART_BYTES", 1)
+    for found, before in zip(run(), expected, strict=True):
+        np.testing.assert_array_equal(found, before)
 
 
 @pytest.mark.gpu
