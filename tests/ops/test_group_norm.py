@@ -190,7 +190,7 @@ def partial_sums(x, tiles, centred):
 
 # The second case has groups that straddle two chunks of channels, and so many tiles that threads share them; the third
 # so many that a kernel of its own adds them up. The fourth has groups of more channels than a block has threads, and so
-# has the last, whose tiles a kernel of its own adds up; the fifth has more channels than a block could add up.
+# has the last, whose tiles a kernel of its own adds up; the fifth has more channels than a T4's block has room for.
 @pytest.mark.gpu
 @pytest.mark.parametrize("portable", [False, True])
 @pytest.mark.parametrize("shape, channels2, num_groups, tiles", [
@@ -382,7 +382,7 @@ def test_when_a_block_adds_up_the_sums_of_its_groups(tiles, of_group, itself):
 
 @pytest.mark.parametrize("shape, groups, blocks", [((1, 256, 256, 128), 32, 16), ((2, 24, 20, 576), 2, 2)])
 def test_the_blocks_that_finish_an_image_s_sums(host_of, shape, groups, blocks):
-    """Each has so few groups that a thread adds up 16 tiles."""
+    """Each has so few groups that a thread adds up 16 tiles at most, or one large group."""
     host, found = host_of(False), []
     host.watch = lambda launch: found.append(launch) if launch.name == "finish_sums" else None
     x, weight, bias = (Tensor(host.zeros(size, np.dtype(np.float32)), requires_grad=True)
