@@ -39,7 +39,7 @@ def to_uint8(x: Tensor | Array) -> np.ndarray:
     Raises CudiffError where a value is not finite.
     """
     if isinstance(x, Tensor) and x.device == "cuda" and is_float(x.dtype):
-        # The launches are enqueued while the GPU still samples. On the host the bytes of 256 digits took 0.8 ms.
+        # Enqueued while the GPU still samples. To copy 256 digits as floats and round them the host took 0.8 ms.
         made = ops.blend_to_uint8(x, Tensor(array_module("cuda").empty(x.shape, np.uint8)))
         if math.isfinite(ops.sum(x).item()):
             return made.numpy()

@@ -11,7 +11,7 @@ from cudiff import Tensor
 from cudiff.config import Config
 from cudiff.cuda.device import precision_on
 from cudiff.data import load_dataset
-from cudiff.ops import attention
+from cudiff.ops import attention, group_norm
 from cudiff.train import Trainer
 from tests.compile_kernels import compile_source
 from tests.host import forget, pretend
@@ -74,6 +74,22 @@ def test_attention_fits(host_of, dtype, dim, tokens):
     out = attention(q, k, v)
     out.backward(host.zeros(out.shape, np.dtype(dtype)))
     assert ("attention", "backward_kv") in host.launches
+
+
+@pytest.mark.parametrize("pixels, channels, groups", [(64, 3072, 3), (1, 6048, 6), (64, 2048, 2), (256, 2304, 1)])
+def test_group_norm_fits(host_of, nvrtc, pixels, channels, groups):
+    """Of large groups, where a block adds up the sums of its groups itself and where it does not."""
+    host, half = host_of(False, turing=True), np.dtype(np.float16)
+    seen: list = []
+    host.watch = seen.append
+    x, weight, bias = (Tensor(host.zeros(shape, dtype), requires_grad=True) for shape, dtype in (
+        ((16, pixels, channels), half), ((channels,), np.dtype(np.float32)), ((channels,), np.dtype(np.float32))))
+    group_norm(x, weight, bias, groups).backward(host.zeros(x.shape, half))
+    norms = [launch for launch in seen if launch.stem == "group_norm"]
+    static = {name: bytes for name, (_, bytes) in used("group_norm", tuple(norms[0].constants.items())).items()}
+    assert {launch.name for launch in norms} >= {"normalize", "input_gradients"}
+    for launch in norms:
+        assert static[launch.name] + launch.shared <= SHARED_BYTES, f"{launch.name}: {launch.shared} bytes"
 
 
 def test_fp16_stands_for_bf16_and_auto_picks_what_there_is(host_of, tmp_path):

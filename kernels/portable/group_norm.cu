@@ -13,8 +13,8 @@
 //
 // Sums        Each tile of pixels stores its sums: in the forward channel statistics (N, tiles, C), as in
 //             channel_statistics.cuh; in the backward tile_sums, float2 (N, tiles, C), of d_preact. They are added in the order
-//             of the tiles: two runs give the same bits. Where an image has few tiles, every block of `normalize` and
-//             `input_gradients` adds those of its image itself. Otherwise `finish_statistics` and `finish_sums` do it once.
+//             of the tiles: two runs give the same bits. Where tiles and a group's channels are few, every block of `normalize`
+//             and `input_gradients` adds those of its groups itself. Otherwise `finish_statistics` and `finish_sums` do it once.
 // Launch      The tiled kernels are launched as tiles.cuh says.
 // Shared      Dynamic shared memory. finish_statistics, and `normalize` where it is given channel statistics: 16 bytes for each
 //             channel of a block's groups, or for each thread if those are more. finish_sums, and `input_gradients` where it is

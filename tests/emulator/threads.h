@@ -25,6 +25,7 @@ static dim3 threadIdx, blockIdx, blockDim, gridDim;
 namespace emulator {
 
 constexpr int STACK = 1 << 18, ARENA = 1 << 18, BARRIERS = 16, GUARD = 64;
+constexpr int BEHIND = 4096;  // bytes of guard behind dynamic shared memory: arrays there may begin with bytes that are not written
 constexpr unsigned char POISON = 0xff, GUARDED = 0xa5;
 constexpr int STUCK = 20000;  // turns without progress after which a launch is given up
 
@@ -242,8 +243,8 @@ static void run_together(std::vector<Block>& blocks, int shared) {
         Block& block = blocks[b];
         block.alive = each, block.rank = (int)b, block.shared = arenas + b * ARENA;
         memset(block.shared, POISON, std::min(shared + (1 << 16), ARENA));
-        memset(block.shared + shared, GUARDED, GUARD);
-        block.taken = shared + GUARD;
+        memset(block.shared + shared, GUARDED, BEHIND);
+        block.taken = shared + BEHIND;
         block.warps.resize(per_block), block.groups.resize((per_block + 3) / 4);
         for (int i = 0; i < each; i++) {
             Thread& thread = *threads[b * each + i];
@@ -284,12 +285,12 @@ static void run_together(std::vector<Block>& blocks, int shared) {
         return;
     }
     for (Block& block : blocks) {
-        auto whole = [&](int offset) {
-            for (int i = 0; i < GUARD; i++)
+        auto whole = [&](int offset, int bytes) {
+            for (int i = 0; i < bytes; i++)
                 if (block.shared[offset + i] != GUARDED) failure = "it writes outside of its shared memory";
         };
-        whole(shared);
-        if (block.taken > shared + GUARD) whole(block.taken - GUARD);
+        whole(shared, BEHIND);
+        if (block.taken > shared + BEHIND) whole(block.taken - GUARD, GUARD);
     }
 }
 

@@ -127,6 +127,21 @@ def test_silu_of_a_large_negative_argument_is_zero(device):
     np.testing.assert_allclose(out.numpy().ravel(), [0, 200], atol=2e-3)
 
 
+@pytest.mark.parametrize("pixels", [(3, 3), (1, 1)])
+@pytest.mark.parametrize("portable", [False, True])
+def test_the_gradients_of_parameters_alone(device, rng, monkeypatch, pixels, portable):
+    """No pass for dx adds up an image's sums on the way."""
+    if portable:
+        monkeypatch.setenv("CUDIFF_PORTABLE", "1")
+    x, _, weight, bias, scale, shift = inputs(rng, (2, *pixels, 16), 0, True)
+
+    def norm(weight, bias, scale, shift):
+        image = Tensor(x.astype(np.float32), device=weight.device, dtype=weight.dtype)
+        return group_norm(image, weight, bias, 4, silu=True, scale=scale, shift=shift)
+
+    check_op(norm, weight, bias, scale, shift, device=device)
+
+
 def test_gradient_is_added_to_what_is_there(device, rng):
     x, _, weight, bias, _, _ = inputs(rng, (2, 4, 4, 16), 0, False)
 
@@ -175,7 +190,7 @@ def partial_sums(x, tiles, centred):
 
 # The second case has groups that straddle two chunks of channels, and so many tiles that threads share them; the third
 # so many that a kernel of its own adds them up. The fourth has groups of more channels than a block has threads, and so
-# has the last, whose tiles a kernel of its own adds up; the fifth has more channels than a block could add up.
+# has the last, whose tiles a kernel of its own adds up; the fifth has more channels than a T4's block has room for.
 @pytest.mark.gpu
 @pytest.mark.parametrize("portable", [False, True])
 @pytest.mark.parametrize("shape, channels2, num_groups, tiles", [
@@ -355,6 +370,25 @@ def test_the_cuts_that_were_fastest(n, pixels, channels, arrays, tiles, chunks):
 def test_tiles_that_take_another_launch_are_worth_it(n, pixels, channels, more):
     """Above 64 tiles of an image a launch adds up their sums. More tiles save a small pass less than it takes."""
     assert (portable.tiling(n, pixels, channels, 8, 132, arrays=4)[0] > 64) == more
+
+
+@pytest.mark.parametrize("tiles, of_group, itself", [
+    (64, 32, True), (64, 33, False), (65, 1, False), (1, 1024, True), (1, 1025, False), (2, 1024, True),
+    (3, 1024, False),
+])
+def test_when_a_block_adds_up_the_sums_of_its_groups(tiles, of_group, itself):
+    assert portable._adds_itself(tiles, of_group) == itself
+
+
+@pytest.mark.parametrize("shape, groups, blocks", [((1, 256, 256, 128), 32, 16), ((2, 24, 20, 576), 2, 2)])
+def test_the_blocks_that_finish_an_image_s_sums(host_of, shape, groups, blocks):
+    """Each has so few groups that a thread adds up 16 tiles at most, or one large group."""
+    host, found = host_of(False), []
+    host.watch = lambda launch: found.append(launch) if launch.name == "finish_sums" else None
+    x, weight, bias = (Tensor(host.zeros(size, np.dtype(np.float32)), requires_grad=True)
+                       for size in (shape, shape[-1:], shape[-1:]))
+    group_norm(x, weight, bias, groups).backward(host.zeros(shape, np.dtype(np.float32)))
+    assert [launch.grid for launch in found] == [(shape[0], blocks)]
 
 
 def test_packs_need_channels_and_addresses_at_16_bytes(host_of):

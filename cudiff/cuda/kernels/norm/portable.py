@@ -33,8 +33,9 @@ def _adds_itself(tiles: int, of_group: int) -> bool:
 
 
 def _of_groups(channels: int, of_group: int, chunk: int) -> int:
-    """Channels of all groups that a chunk of so many channels may have some of, at most."""
-    return min(channels, chunk + 2 * (of_group - 1))
+    """Channels of all groups that a chunk of so many channels may have some of, at most. Groups are whole: a chunk of
+    256 touches up to 2,000 channels in groups of 1,000. For the 2,254 before rounding a T4 has no room."""
+    return min(channels, (chunk + 2 * (of_group - 1)) // of_group * of_group)
 
 
 def offer_forward(p: Problem) -> Offer | None:
