@@ -31,7 +31,7 @@ from cudiff.cuda.tensor_map import Windows
 
 NORM_SHARE = 1.1  # factor on conv2d_sm90's estimate if it fuses the norm's backward
 SMALL_SHARE = 1.12  # factor if a block does several of its smallest tiles: 46.7 µs for 40.4 estimated, 41.4 for 36.9
-WGRAD_SHARE = 0.66  # factor on conv2d's estimate of wgrad: preset mnist's two took about 22 and 19 µs for 40
+WGRAD_SHARE = 0.55  # factor on conv2d's estimate of wgrad: preset mnist's two took 18.7 and 15.2 µs, 4 for sums, of 40
 TAP_BYTES = 4.5e6  # of windows read in a microsecond; they are read for each tap and each column of tiles
 PASS, PASS_BYTES = 2.0, 3.5e6  # of an extra pass for statistics: fixed microseconds, and bytes read in a microsecond
 
