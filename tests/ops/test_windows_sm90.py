@@ -55,14 +55,16 @@ def convolution(direction, images, inputs, outputs, taps, **changes):
     (convolution(FPROP, (64, 32, 32), 128, 128, 3, padding=(0, 0), out=Image((64, 30, 30, 128), BF16)), "gemm_sm90"),
     (convolution(FPROP, (256, 28, 28), 64, 64, 3, stride=(2, 2), out=Image((256, 14, 14, 64), BF16), wanted=SUMMED),
      "gemm_sm90"),
-    (convolution(FPROP, (8, 224, 224), 64, 64, 7, stride=(2, 2), out=Image((8, 112, 112, 64), BF16)), "conv2d"),
+    (convolution(FPROP, (8, 224, 224), 64, 64, 7, stride=(2, 2), out=Image((8, 112, 112, 64), BF16)), "gemm_sm90"),
     (convolution(WGRAD, (256, 14, 14), 128, 128, 3, stride=(2, 2), out=Image((256, 7, 7, 128), BF16)), "gemm_sm90"),
     (convolution(WGRAD, (256, 14, 14), 128, 128, 3), "conv2d_wgrad_sm90, conv2d_wgrad_tf32_sm90"),
-    (convolution(WGRAD, (32, 32, 32), 64, 64, 5), "conv2d"),
+    (convolution(WGRAD, (32, 32, 32), 64, 64, 5), "gemm_sm90"),
+    (convolution(WGRAD, (64, 32, 32), 256, 256, 3, stride=(2, 2), out=Image((64, 16, 16, 256), BF16)), "gemm_sm90"),
+    (convolution(FPROP, (256, 28, 28), 48, 48, 3, stride=(2, 2), out=Image((256, 14, 14, 48), BF16)), "conv2d"),
     (convolution(FPROP, (64, 300, 300), 64, 64, 3, stride=(9, 9), out=Image((64, 34, 34, 64), BF16)), "conv2d"),
 ])
 def test_it_takes_strides_one_tap_and_small_images(problem, row):
-    """As measured on an H200, but for wgrad and the first of 64 channels, which are estimates."""
+    """As measured on an H200."""
     chosen = CONVOLUTION.select(problem, "sm_90a")
     assert chosen.row.name == row
     if row == "gemm_sm90":

@@ -31,8 +31,10 @@ from cudiff.cuda.tensor_map import Windows
 
 NORM_SHARE = 1.1  # factor on conv2d_sm90's estimate if it fuses the norm's backward
 SMALL_SHARE = 1.12  # factor if a block does several of its smallest tiles: 46.7 µs for 40.4 estimated, 41.4 for 36.9
-WGRAD_SHARE = 0.55  # factor on conv2d's estimate of wgrad: preset mnist's two took 18.7 and 15.2 µs, 4 for sums, of 40
-TAP_BYTES = 4.5e6  # of windows read in a microsecond; they are read for each tap and each column of tiles
+WGRAD_SHARE = 0.55  # factor on conv2d's estimate of wgrad: 12 problems took 0.46 to 0.58 of it, with sums and a stride
+# Bytes of windows read in a microsecond, and more for each tap; they are read for each tap and each column of tiles.
+# 5x5 and 7x7 of 64 channels, which the cache serves better, reached 5.2e6 and 6.2e6.
+WINDOW_BYTES, TAP_BYTES = 4.3e6, 35e3
 PASS, PASS_BYTES = 2.0, 3.5e6  # of an extra pass for statistics: fixed microseconds, and bytes read in a microsecond
 
 
@@ -112,7 +114,7 @@ def _product(p: Problem, part: Part) -> tuple:
     """The arguments of `plan`: rows, columns, depth, whether the result is rounded, and in wgrad two more."""
     rows, inputs = p.x.shape[0] * math.prod(part.windows.size), p.x.shape[3]
     if p.direction == WGRAD:
-        return p.weight.shape[0], whole_channels(part.windows.taps, inputs), rows, False, 1, True
+        return p.weight.shape[0], whole_channels(part.windows.taps, inputs), rows, False, 1, p.x.size
     depth = inputs if _is_matrix(p) else math.prod(part.windows.taps) * blocks(inputs, DEPTH) * DEPTH
     return rows, _columns(p), depth, True
 
@@ -124,7 +126,7 @@ def _estimate(p: Problem, part: Part) -> float:
     chosen, = plan.by_rule(*asked)
     of_windows, others = (columns, rows) if p.direction == WGRAD else (rows, columns)
     brought = of_windows * depth * p.x.dtype.itemsize * blocks(others, chosen.columns)
-    return max(plan.time(chosen, *asked), brought / TAP_BYTES)
+    return max(plan.time(chosen, *asked), brought / (WINDOW_BYTES + TAP_BYTES * math.prod(part.windows.taps)))
 
 
 def _columns(p: Problem) -> int:

@@ -39,7 +39,7 @@ BARRIER_BYTES = 256
 STAGES = 8  # at most
 SUMMED = 64  # rows of the result for each sum that is left
 NARROW = 64  # columns of the tile for results of no more
-STEPS = {256: 0.65, 192: 0.495, 128: 0.36, NARROW: 0.28}  # microseconds of a step, by a tile's columns; of 64 on paper
+STEPS = {256: 0.65, 192: 0.495, 128: 0.36, NARROW: 0.28}  # microseconds of a step, by a tile's columns
 BANDWIDTH = 3e6  # bytes in a microsecond
 ONE_TAP_FLOPS = 330e6  # of conv2d_sm90 with one tap, in a microsecond, as counted: its warpgroups share no operand
 
@@ -180,9 +180,9 @@ class Plan(NamedTuple):
 
 
 def plans(rows: int, columns: int, depth: int, low_out: bool, batches: int = 1,
-          windows: bool = False) -> Iterator[Plan]:
-    """All plans, for results of 16 bits if `low_out`, else of float32. windows: of a convolution's weight gradient,
-    with `whole_channels` as its columns.
+          images: int = 0) -> Iterator[Plan]:
+    """All plans, for results of 16 bits if `low_out`, else of float32. images: elements of the images of which a
+    convolution's weight gradient multiplies windows, with `whole_channels` as its columns; 0 for other products.
 
     Split K: as many rows of tiles as fill whole waves of blocks stay whole. The other tiles, which would leave
     multiprocessors idle, are split into parts of 8 steps or more, so many that their blocks fill one to four waves.
@@ -192,7 +192,7 @@ def plans(rows: int, columns: int, depth: int, low_out: bool, batches: int = 1,
         if low_out and (transposed or width // cluster % 64):
             continue
         across = rows if transposed else columns
-        if width == NARROW < across or (windows and not transposed):
+        if width == NARROW < across or (images and not transposed):
             continue
         # A cluster computes one tile, with at least a step for each block, and all clusters run at once.
         tiles, at_once = batches * _tiles(plan, rows, columns), sm90.at_once(cluster)
@@ -203,14 +203,14 @@ def plans(rows: int, columns: int, depth: int, low_out: bool, batches: int = 1,
             whole = tiles // at_once * at_once // across
             rest = tiles - whole * across
             most = depth // DEPTH // 8 if rest else 1
-            if windows and whole:
+            if images and whole:
                 continue
             for splits in sorted({min(waves * at_once // max(1, rest), most) for waves in (1, 2, 3, 4)} - {0, 1}):
                 yield plan._replace(splits=splits, whole=whole)
 
 
 def time(chosen: Plan, rows: int, columns: int, depth: int, low_out: bool, batches: int = 1,
-         windows: bool = False) -> float:
+         images: int = 0) -> float:
     """Estimated microseconds, as measured on an H200: of steps, of the epilogue, and of the sums that blocks send or
     leave. A hot GPU takes up to a tenth more, and up to 14 % more with splits."""
     width, cluster, transposed, splits, whole = chosen
@@ -226,7 +226,7 @@ def time(chosen: Plan, rows: int, columns: int, depth: int, low_out: bool, batch
     first = whole * blocks(rows if transposed else columns, width)
     parts = (tiles - first) * splits
     products = waves(first, steps) + waves(parts, blocks(steps, splits))
-    loads = 2 * depth * (rows + columns) / 3.6e6
+    loads = 2 * (depth * rows + (images or depth * columns)) / 3.6e6
     # Products and loads overlap: the longer counts, and up to 1.19 times that where they are alike. 5: up to three
     # launches. 3.6e6, 2.2e6: bytes in a microsecond, of operands that are read, and of parts, written and read.
     return 5 + (products**4 + loads**4) ** 0.25 + parts * ROWS * width * 4 / 2.2e6
