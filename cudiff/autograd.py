@@ -14,7 +14,8 @@ from cudiff.cuda.accumulate import add_into
 from cudiff.cuda.deferred import Queue, deferred
 from cudiff.function import Node, fitting_gradients, nodes_below
 from cudiff.gradient import Slot, State
-from cudiff.precision import allow_tf32, set_tf32, tf32_allowed
+from cudiff.mode import mode
+from cudiff.precision import allow_tf32
 from cudiff.recompute import Recomputed, record_again
 from cudiff.statistics import ChannelStatistics
 from cudiff.tensor import Tensor, now
@@ -80,7 +81,7 @@ def walk_back(root: Tensor, grad: Array, wanted: Callable[[Tensor], bool] | None
         return
     first = _Gradient()
     first.add(grad, True, None)
-    with deferred() as queue, allow_tf32(tf32_allowed()):  # on the CPU nothing is deferred
+    with deferred() as queue, allow_tf32(mode.tf32):  # on the CPU nothing is deferred
         _Walk(wanted, since, queue).down(root._source, first, since, _watch.begin)
 
 
@@ -111,7 +112,7 @@ class _Walk:
             if node.ctx is None:
                 raise RuntimeError("backward() ran through this part of the tape already: run the forward again")
             if any([one.array is not None for one in gradients]):
-                set_tf32(node.ctx.tf32)
+                mode.tf32 = node.ctx.tf32
                 for constant in node.constants:
                     constant.require_unchanged(recorded or node.index)
                 if node.function is Recomputed:

@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 from cudiff.backend import Array, compute_dtype, device_of, float32, float64, is_array, is_float
-from cudiff.precision import tf32_allowed
+from cudiff.mode import mode
 from cudiff.statistics import ChannelStatistics
-from cudiff.tensor import Tensor, grad_enabled, gradient_depth, now
+from cudiff.tensor import Tensor, now
 
 _readers: list[list[weakref.ref[Tensor]]] = []
 """Lists that get what operations read, of all threads: see `reads_noted`."""
@@ -33,16 +33,16 @@ def reads_noted() -> Iterator[list[weakref.ref[Tensor]]]:
 class Context:
     """What a Function's forward leaves for its backward."""
 
+    out_statistics: ChannelStatistics | None = None  # of the first output; forward sets them
+    dout_statistics: ChannelStatistics | None = None  # of the first dout, if the backward that computed it left any
+    saved: tuple[Array | None, ...] = ()
+
     def __init__(self, needs: tuple[bool, ...], statistics: tuple[ChannelStatistics | None, ...]):
         self.needs = needs  # which inputs want a gradient; all False while nothing is recorded
         self.statistics = statistics  # of the inputs
-        self.out_statistics: ChannelStatistics | None = None  # of the first output; forward sets them
-        # dout_statistics: of the first dout, if the backward that computed it left any. din_statistics[i]: of input i's
-        # whole gradient, earlier terms included; backward sets them.
-        self.dout_statistics: ChannelStatistics | None = None
+        # Of input i's whole gradient at i, earlier terms included; backward sets them.
         self.din_statistics: dict[int, ChannelStatistics | None] = {}
-        self.saved: tuple[Array | None, ...] = ()
-        self.tf32 = tf32_allowed()  # backward uses forward's setting
+        self.tf32 = mode.tf32  # backward uses forward's setting
 
     @property
     def dout_sums(self) -> Array | None:
@@ -106,36 +106,45 @@ class Function:
         if not all([x is None or isinstance(x, Tensor) for x in inputs]):
             inputs = _wrapped(cls.__name__, inputs)
         device, kind = _common_device(cls.__name__, inputs)
-        if cls.compose is not None and (device == "cpu" or gradient_depth() > 1):
+        if cls.compose is not None and (device == "cpu" or mode.depth > 1):
             return cls.compose(*inputs, **attrs)
-        dtype, recording = cls.operand_dtype(inputs, attrs), cls.differentiable and grad_enabled()
-        arrays, needs, statistics = [], [], []
+        dtype, recording = cls.operand_dtype(inputs, attrs), cls.differentiable and mode.grad
+        arrays: list[Any] = []
+        needs: list[bool] = []
+        statistics: list[ChannelStatistics | None] = []
         for t in inputs:
-            arrays.append(None if t is None else t._data if type(t) is Tensor else t.operand(dtype))
-            needs.append(t is not None and recording and t.requires_grad)
-            statistics.append(None if t is None else t.statistics)
+            if t is None:
+                arrays.append(None)
+                needs.append(False)
+                statistics.append(None)
+                continue
+            arrays.append(t._data if type(t) is Tensor else t.operand(dtype))
+            needs.append(recording and t.requires_grad)
+            statistics.append(t.statistics)
         for reader in _readers:
             reader += [weakref.ref(t) for t in inputs if type(t) is Tensor]
         ctx = Context(tuple(needs), tuple(statistics))
         forward = cls.forward_cuda if device == "cuda" else cls.forward_numpy  # type: ignore[attr-defined]
-        results = forward(ctx, *arrays, **attrs)
+        results: Any = forward(ctx, *arrays, **attrs)
         several = isinstance(results, tuple)
+        outs: list[Tensor] = []
         for result in results or (None,) if several else (results,):
             if type(result) is not kind and not _lies_on(device, result):
                 raise TypeError(
                     f"{cls.__name__}'s forward returned {described(result)}: return an array on {device}, or a tuple "
                     f"of arrays"
                 )
-        outs = tuple([Tensor(result) for result in (results if several else (results,))])
+            as_it_is = cls.own and type(result) is kind and result.flags.c_contiguous  # type: ignore[union-attr]
+            outs.append(Tensor._of(result) if as_it_is else Tensor(result))
         outs[0].statistics = ctx.out_statistics
         if cls.shares_memory and inputs[0] is not None and outs[0].data.base is not None:
             outs[0]._parameter = inputs[0].parameter  # type: ignore[union-attr]
-        if any(needs):
-            node = Node(cls, ctx, inputs, arrays, len(outs), (inputs, attrs) if gradient_depth() > 1 else None)
+        if True in needs:
+            node = Node(cls, ctx, inputs, arrays, len(outs), (inputs, attrs) if mode.depth > 1 else None)
             for i, out in enumerate(outs):
                 if is_float(out._data.dtype):
                     out.requires_grad, out._source = True, (node, i)
-        return outs if several else outs[0]
+        return tuple(outs) if several else outs[0]
 
 
 def described(result: Any) -> str:
@@ -170,7 +179,7 @@ def _wrapped(name: str, inputs: Sequence[Any]) -> tuple[Tensor | None, ...]:
     )
 
 
-def _common_device(name: str, inputs: Sequence[Tensor | None]) -> tuple[str, type | None]:
+def _common_device(name: str, inputs: Sequence[Tensor | None]) -> tuple[str, Any]:
     """The device that all inputs are on, and the type of the last one's array. Raises ValueError where they are on
     different devices, TypeError where there is no tensor."""
     kind = device = None
@@ -196,19 +205,22 @@ class Node:
         self.ctx: Any = ctx  # a Context, None once backward has run
         self.call: Any = call  # (inputs, attributes), for a gradient that is itself recorded: see cudiff.differentiate
         self.index = now()
-        # The parameters among the other inputs, such as frozen ones, or of which these are views: backward reads their
-        # arrays too.
-        others = [t if type(t) is not Tensor else t._parameter
-                  for t, need in zip(inputs, ctx.needs, strict=True) if t is not None and not need]
-        self.constants = [t for t in others if t is not None]
-        # The shape and dtype of each wanted gradient. The arrays themselves are not kept, so that they can be freed.
-        self.likes = [(a.shape, a.dtype) if need and a is not None else None
-                      for a, need in zip(arrays, ctx.needs, strict=True)]
-        # An input that another node made is kept as (node, which of its outputs), so that its array can be freed.
-        self.inputs = [
-            (t if t._source is None else t._source) if need and t is not None else None
-            for t, need in zip(inputs, ctx.needs, strict=True)
-        ]
+        # inputs: what made each that wants a gradient, (node, which of its outputs), or the leaf itself; else None.
+        # likes: the shape and dtype of each such gradient. Neither keeps the arrays, so that they can be freed.
+        # constants: the parameters among the other inputs, such as frozen ones, or of which these are views: backward
+        # reads their arrays too.
+        self.inputs: list[Tensor | tuple[Node, int] | None] = []
+        self.likes: list[tuple[tuple[int, ...], np.dtype] | None] = []
+        self.constants: list[Tensor] = []
+        for t, array, need in zip(inputs, arrays, ctx.needs, strict=True):
+            if t is None or array is None or not need:
+                self.inputs.append(None)
+                self.likes.append(None)
+                if t is not None and (constant := t._parameter if type(t) is Tensor else t) is not None:
+                    self.constants.append(constant)
+            else:
+                self.inputs.append(t if t._source is None else t._source)
+                self.likes.append((array.shape, array.dtype))
 
 
 def nodes_below(root: Node, since: int = -1) -> list[Node]:
