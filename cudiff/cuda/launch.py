@@ -196,6 +196,27 @@ def kernel(stem: str, name: str, **constants: Any) -> Callable[..., None]:
     return found
 
 
+class Launch:
+    """Launches of `name` of `<stem>.cu` that differ only in their arguments, with all else as in `launch`: made once
+    for a problem, then called with the arguments."""
+
+    def __init__(self, stem: str, name: str, grid: tuple[int, ...], block: tuple[int, ...], shared: int = 0,
+                 cooperative: bool = False, **constants: Any):
+        self._stem, self._name, self._constants = stem, name, constants
+        self._grid, self._block, self._shared, self._cooperative = grid, block, shared, cooperative
+        self._loaded: dict[tuple, Kernel] = {}  # by device, and by what finds kernels: a profile puts its own in place
+
+    def __call__(self, *args: Any) -> None:
+        place = get_cupy().cuda.runtime.getDevice(), kernel
+        found: Any = self._loaded.get(place)
+        if found is None:
+            found = kernel(self._stem, self._name, **self._constants)
+            if isinstance(found, Kernel):  # not where kernels are compiled ahead
+                self._loaded[place] = found
+        _count.launches += 1
+        found(self._grid, self._block, args, self._shared, self._cooperative)
+
+
 def launch(stem: str, name: str, grid: Any, block: Any, args: Sequence[Any], shared: int = 0, cooperative: bool = False,
            **constants: Any) -> None:
     """Launch `name` of `<stem>.cu` on the current stream, with `args` as `pack` says.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -50,34 +52,50 @@ def tensor_map(array: Array, box: tuple[int, ...], operand: bool = True, twice: 
     whether float32 is rounded to tf32 by the copy. twice: the array gets an axis of length 2 and stride 0 before its
     last one, which repeats each line; the box has it too. Raises CudiffError if the driver refuses.
     """
-    kind = _TFLOAT32 if operand and array.dtype == float32 else _TYPES[array.dtype]
-    swizzle = _SWIZZLES[box[-1] * array.dtype.itemsize] if swizzled else 0
-    shape, strides = array.shape, _steps(array.shape, array.strides)
+    form = form_of(array.shape, array.dtype, box, operand, twice, swizzled, array.strides)
+    return map_at(array.data.ptr, form)
+
+
+Form = tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...], int]
+"""All of a tensor map but the address: the driver's number of the type, shape, strides, box, the number of the swizzle.
+"""
+
+
+@functools.lru_cache(maxsize=4096)
+def form_of(shape: tuple[int, ...], dtype: np.dtype, box: tuple[int, ...], operand: bool = True, twice: bool = False,
+            swizzled: bool = True, strides: tuple[int, ...] | None = None) -> Form:
+    """That of `tensor_map` of an array of this shape, dtype and these strides; without strides of a contiguous one."""
+    steps = _steps(shape, strides or [math.prod(shape[axis:]) * dtype.itemsize for axis in range(1, len(shape) + 1)])
     if twice:
-        shape, strides = (*shape[:-1], 2, shape[-1]), (*strides, 0)
-    return _encode(array.data.ptr, kind, shape, strides, box, swizzle)
+        shape, steps = (*shape[:-1], 2, shape[-1]), (*steps, 0)
+    kind = _TFLOAT32 if operand and dtype == float32 else _TYPES[dtype]
+    return kind, shape, steps, box, _SWIZZLES[box[-1] * dtype.itemsize] if swizzled else 0
+
+
+def map_at(pointer: int, form: Form) -> np.ndarray:
+    """The `tensor_map` of this form, of the array at an address."""
+    return _encode(pointer, *form)
 
 
 def two_maps(array: Array, box: tuple[int, ...], second: tuple[int, ...]) -> np.ndarray:
     """The bytes of two maps of a 16-bit array as `tensor_map` makes them, one after the other: a struct of maps."""
-    return _two(array.data.ptr, _TYPES[array.dtype], array.shape, _steps(array.shape, array.strides), box, second)
+    return _two(array.data.ptr, array.shape, array.dtype, array.strides, box, second)
 
 
 @functools.lru_cache(maxsize=4096)
-def _two(pointer: int, kind: int, shape: tuple[int, ...], strides: tuple[int, ...],
+def _two(pointer: int, shape: tuple[int, ...], dtype: np.dtype, strides: tuple[int, ...],
          *boxes: tuple[int, ...]) -> np.ndarray:
-    return np.concatenate([_encode(pointer, kind, shape, strides, box, _SWIZZLES[2 * box[-1]]) for box in boxes])
+    return np.concatenate([map_at(pointer, form_of(shape, dtype, box, strides=strides)) for box in boxes])
 
 
 def windows_map(images: Array, windows: Windows, at_once: int) -> np.ndarray:
     """An "im2col" CUtensorMap, for boxes of 64 channels of one tap of `at_once` windows. images: CUDA (N, H, W, C) of
     16 bits, whose pixels may have any strides that are multiples of 16 bytes."""
-    return _encode(images.data.ptr, _TYPES[images.dtype], images.shape, _steps(images.shape, images.strides),
-                   (at_once, 128 // images.dtype.itemsize), _SWIZZLES[128], windows)
+    box = at_once, 128 // images.dtype.itemsize
+    return _encode(images.data.ptr, *form_of(images.shape, images.dtype, box, strides=images.strides), windows)
 
 
-@functools.lru_cache(maxsize=4096)
-def _steps(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
+def _steps(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
     """The strides of all axes but the last, as the driver takes them. That of an axis of one element may be anything,
     even negative after a flip, because nothing is one step along: it becomes a multiple of 16 bytes."""
     return tuple([max(0, stride) // 16 * 16 if size == 1 else stride
