@@ -74,13 +74,15 @@ def pack(args: Sequence[Any]) -> tuple[list[Kind], list[Any]]:
     """The kind of each argument, and the value that the kernel gets for it.
 
     A Python int becomes an int32, a float a float32, None a null pointer. NumPy scalars keep their type. A CuPy array
-    passes its address, a NumPy array (a table, a tensor map) all its bytes.
+    passes its address, bytes (a tensor map) and a NumPy array (a table) all their bytes.
     """
     kinds, values = [], []
     for arg in args:
         kind: Kind = type(arg)
         if kind not in _PACKED:
-            if type(arg) is np.ndarray:
+            if kind is bytes:
+                kind = len(arg)
+            elif kind is np.ndarray:
                 arg = arg.tobytes()
                 kind = len(arg)
             else:

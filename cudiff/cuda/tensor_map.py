@@ -16,7 +16,7 @@ from cudiff.errors import CudiffError
 
 _TYPES = {float16: 6, float32: 7, bfloat16: 9}  # CU_TENSOR_MAP_DATA_TYPE_FLOAT16, _FLOAT32 and _BFLOAT16
 _TFLOAT32 = 11
-_MAP = np.dtype([("words", np.uint64, 16)])
+BYTES = 128  # of a map
 _SWIZZLES = {32: 1, 64: 2, 128: 3}  # CU_TENSOR_MAP_SWIZZLE_32B, _64B and _128B
 _PROMOTION = 2  # CU_TENSOR_MAP_L2_PROMOTION_L2_128B. By 256 bytes, attention with heads of 72 channels took 9 % longer.
 
@@ -44,7 +44,7 @@ class Windows(NamedTuple):
 
 
 def tensor_map(array: Array, box: tuple[int, ...], operand: bool = True, twice: bool = False,
-               swizzled: bool = True) -> np.ndarray:
+               swizzled: bool = True) -> bytes:
     """The 128 bytes of a CUtensorMap for boxes of `box` elements of a CUDA array, to be passed to a kernel by value.
 
     array: float16, bfloat16 or float32, of up to 5 axes. The last one is contiguous; the address and the other strides
@@ -52,8 +52,7 @@ def tensor_map(array: Array, box: tuple[int, ...], operand: bool = True, twice: 
     whether float32 is rounded to tf32 by the copy. twice: the array gets an axis of length 2 and stride 0 before its
     last one, which repeats each line; the box has it too. Raises CudiffError if the driver refuses.
     """
-    form = form_of(array.shape, array.dtype, box, operand, twice, swizzled, array.strides)
-    return map_at(array.data.ptr, form)
+    return map_at(array.data.ptr, *form_of(array.shape, array.dtype, box, operand, twice, swizzled, array.strides))
 
 
 Form = tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...], int]
@@ -72,27 +71,22 @@ def form_of(shape: tuple[int, ...], dtype: np.dtype, box: tuple[int, ...], opera
     return kind, shape, steps, box, _SWIZZLES[box[-1] * dtype.itemsize] if swizzled else 0
 
 
-def map_at(pointer: int, form: Form) -> np.ndarray:
-    """The `tensor_map` of this form, of the array at an address."""
-    return _encode(pointer, *form)
-
-
-def two_maps(array: Array, box: tuple[int, ...], second: tuple[int, ...]) -> np.ndarray:
+def two_maps(array: Array, box: tuple[int, ...], second: tuple[int, ...]) -> bytes:
     """The bytes of two maps of a 16-bit array as `tensor_map` makes them, one after the other: a struct of maps."""
     return _two(array.data.ptr, array.shape, array.dtype, array.strides, box, second)
 
 
 @functools.lru_cache(maxsize=4096)
 def _two(pointer: int, shape: tuple[int, ...], dtype: np.dtype, strides: tuple[int, ...],
-         *boxes: tuple[int, ...]) -> np.ndarray:
-    return np.concatenate([map_at(pointer, form_of(shape, dtype, box, strides=strides)) for box in boxes])
+         *boxes: tuple[int, ...]) -> bytes:
+    return b"".join([map_at(pointer, *form_of(shape, dtype, box, strides=strides)) for box in boxes])
 
 
-def windows_map(images: Array, windows: Windows, at_once: int) -> np.ndarray:
+def windows_map(images: Array, windows: Windows, at_once: int) -> bytes:
     """An "im2col" CUtensorMap, for boxes of 64 channels of one tap of `at_once` windows. images: CUDA (N, H, W, C) of
     16 bits, whose pixels may have any strides that are multiples of 16 bytes."""
     box = at_once, 128 // images.dtype.itemsize
-    return _encode(images.data.ptr, *form_of(images.shape, images.dtype, box, strides=images.strides), windows)
+    return map_at(images.data.ptr, *form_of(images.shape, images.dtype, box, strides=images.strides), windows)
 
 
 def _steps(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
@@ -103,8 +97,9 @@ def _steps(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _encode(pointer: int, kind: int, shape: tuple[int, ...], strides: tuple[int, ...],
-            box: tuple[int, ...], swizzle: int, windows: Windows | None = None) -> np.ndarray:
+def map_at(pointer: int, kind: int, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...],
+           swizzle: int, windows: Windows | None = None) -> bytes:
+    """The map of a `Form`, and of windows, of the array at an address."""
     rank = len(shape)
 
     def reversed_array(of: Any, values: tuple[int, ...]) -> ctypes.Array:
@@ -129,5 +124,4 @@ def _encode(pointer: int, kind: int, shape: tuple[int, ...], strides: tuple[int,
             f"the driver refuses a tensor map of shape {shape} and box {box} (error {status}): update it, or set "
             "CUDIFF_PORTABLE=1, which does without"
         )
-    words = (ctypes.c_uint64 * 16).from_address(address)
-    return np.array([tuple([list(words)])], _MAP)
+    return ctypes.string_at(address, BYTES)

@@ -6,13 +6,11 @@ import functools
 import math
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from cudiff.backend import Array, float32, is_low
 from cudiff.cuda.device import multiprocessors
 from cudiff.cuda.exchange import exchange_workspace
 from cudiff.cuda.kernels.convolution.problem import AFTERWARDS, DGRAD, EPILOGUE, WGRAD, Fusion, Image, Operands, Problem
-from cudiff.cuda.kernels.shape import at_16_bytes, turned
+from cudiff.cuda.kernels.shape import turned
 from cudiff.cuda.launch import Launch, blocks, empty
 from cudiff.cuda.select import Offer
 from cudiff.cuda.tensor_map import form_of, map_at, tensor_map
@@ -382,17 +380,10 @@ class Prepared:
         self.skip_channels = p.skip_weight.shape[3] if self.skip and p.skip_weight is not None else 0
         shape = *self.images, self.channels
         self.problem = shape, self.outputs, p.kernel, p.x.dtype.itemsize, self.skip_channels, self.upsample
-        self._by: dict[Plan, Configured] = {}
 
     @functools.cached_property
-    def plan(self) -> Plan:
-        return plan(*self.problem) if self._chosen is None else self._chosen
-
-    def by(self, chosen: Plan) -> Configured:
-        found = self._by.get(chosen)
-        if found is None:
-            found = self._by[chosen] = Configured(self, chosen)
-        return found
+    def planned(self) -> Configured:
+        return Configured(self, plan(*self.problem) if self._chosen is None else self._chosen)
 
 
 class Configured:
@@ -435,24 +426,25 @@ class Configured:
     def __call__(self, given: Operands, weight: Array, addend: Array | None) -> ChannelStatistics | None:
         ready, (bias, emb, *_) = self.ready, given.epilogue
         skip, norm = given.skip if ready.skip else None, given.norm if ready.norm else None
-        x_map, weight_map = map_at(given.x.data.ptr, self.x), self._weight_map(weight)
-        x2_map = x_map
-        out_map = out2_map = map_at(given.out.data.ptr, self.out)
+        x_map = x2_map = map_at(given.x.data.ptr, *self.x)
+        skip_map = weight_map = self._weight_map(weight)
+        first_map = second_map = out_map = out2_map = map_at(given.out.data.ptr, *self.out)
         if given.x2 is not None and ready.p.direction == DGRAD:
-            out2_map = map_at(given.x2.data.ptr, self.out2)
+            out2_map = map_at(given.x2.data.ptr, *self.out2)
         elif given.x2 is not None:
-            x2_map = map_at(given.x2.data.ptr, self.x2)
-        skip_map, skip_bias, affine, groups, read = weight_map, None, _NO_NORM, 1, (None, None)
+            x2_map = map_at(given.x2.data.ptr, *self.x2)
+        skip_bias, affine, groups, read = None, _NO_NORM, 1, None
         if skip is not None:
             skip_map, skip_bias, read = self._weight_map(skip.weight), skip.bias, skip[:2]
         elif norm is not None:
             affine, groups, read = norm[3:], norm.mean.shape[1], norm[1:3]
-        sources = [map_at((given.out if array is None else array).data.ptr, form)
-                   for array, form in zip(read, self.sources, strict=True)]
-        if addend is not None:
+        elif addend is not None:
             if addend.shape[:3] != ready.images:
                 addend = addend.reshape(*ready.images, addend.shape[-1])
-            sources[0] = tensor_map(addend, self.result_box, operand=False)
+            first_map = tensor_map(addend, self.result_box, operand=False)
+        if read is not None:
+            first_map, second_map = [map_at((given.out if array is None else array).data.ptr, *form)
+                                     for array, form in zip(read, self.sources, strict=True)]
         statistics = parts = workspace = None
         if self.statistics is not None:
             kind, shape = self.statistics
@@ -460,17 +452,17 @@ class Configured:
         if self.parts is not None:
             parts, workspace = empty(self.parts, float32), exchange_workspace()
         self.launch(
-            x_map, x2_map, weight_map, out_map, out2_map, *sources, skip_map, bias, skip_bias, emb,
+            x_map, x2_map, weight_map, out_map, out2_map, first_map, second_map, skip_map, bias, skip_bias, emb,
             None if statistics is None else statistics.sums, *affine, *self.numbers, groups, parts, workspace,
             max(1, self.plan.together),
         )
         return statistics
 
-    def _weight_map(self, weight: Array) -> np.ndarray:
+    def _weight_map(self, weight: Array) -> bytes:
         """In boxes of 64 rows by one tap by a chunk of channels."""
         k, rows, columns, c = weight.shape
         strides = weight.strides[0], c * weight.itemsize if rows == columns == 1 else weight.strides[2], 0
-        return map_at(weight.data.ptr, form_of((k, rows * columns, c), weight.dtype, self.weight_box, strides=strides))
+        return map_at(weight.data.ptr, *form_of((k, rows * columns, c), weight.dtype, self.weight_box, strides=strides))
 
 
 _NO_NORM = (None,) * 6
@@ -487,5 +479,11 @@ def run(given: Operands, offer: Offer, p: Problem) -> ChannelStatistics | None:
     if given.skip is not None and given.skip.weight.dtype != dtype:
         given = given._replace(skip=given.skip._replace(weight=given.skip.weight.astype(dtype)))
     added_to = [addend] if addend is given.out else []
-    addend = None if addend is None else at_16_bytes(addend)
-    return plan.run(ready.problem, lambda chosen: ready.by(chosen)(given, weight, addend), added_to, chosen=ready.plan)
+    if addend is not None and addend.data.ptr % 16:
+        addend = addend.copy()  # TMA reads it
+
+    def launch_as(chosen: Plan) -> ChannelStatistics | None:
+        configured = ready.planned if chosen is ready.planned.plan else Configured(ready, chosen)
+        return configured(given, weight, addend)
+
+    return plan.run(ready.problem, launch_as, added_to, chosen=ready.planned.plan)
