@@ -206,21 +206,20 @@ class Node:
         self.call: Any = call  # (inputs, attributes), for a gradient that is itself recorded: see cudiff.differentiate
         self.index = now()
         # inputs: what made each that wants a gradient, (node, which of its outputs), or the leaf itself; else None.
-        # likes: the shape and dtype of each such gradient. Neither keeps the arrays, so that they can be freed.
+        # likes: for each i of these the shape and dtype of the gradient. Neither keeps the arrays, which can be freed.
         # constants: the parameters among the other inputs, such as frozen ones, or of which these are views: backward
         # reads their arrays too.
-        self.inputs: list[Tensor | tuple[Node, int] | None] = []
-        self.likes: list[tuple[tuple[int, ...], np.dtype] | None] = []
+        self.inputs: list[Tensor | tuple[Node, int] | None] = [None] * len(arrays)
+        self.likes: dict[int, tuple[tuple[int, ...], np.dtype]] = {}
         self.constants: list[Tensor] = []
-        for t, array, need in zip(inputs, arrays, ctx.needs, strict=True):
-            if t is None or array is None or not need:
-                self.inputs.append(None)
-                self.likes.append(None)
-                if t is not None and (constant := t._parameter if type(t) is Tensor else t) is not None:
-                    self.constants.append(constant)
-            else:
-                self.inputs.append(t if t._source is None else t._source)
-                self.likes.append((array.shape, array.dtype))
+        for i, t in enumerate(inputs):
+            if t is None:
+                continue
+            if ctx.needs[i]:
+                self.inputs[i] = t if t._source is None else t._source
+                self.likes[i] = arrays[i].shape, arrays[i].dtype  # type: ignore[union-attr]
+            elif (constant := t._parameter if type(t) is Tensor else t) is not None:
+                self.constants.append(constant)
 
 
 def nodes_below(root: Node, since: int = -1) -> list[Node]:
@@ -247,12 +246,12 @@ def fitting_gradients(node: Node, results: Any, kind: type, device: str, before_
         raise TypeError(
             f"{name}'s backward returned {described(results)}: return a tuple, with a gradient (or None) for each input"
         )
-    if len(results) != len(node.likes):
-        raise ValueError(f"{name}'s backward returned {len(results)} gradients for {len(node.likes)} inputs")
-    for i, (result, like) in enumerate(zip(results, node.likes, strict=True)):
-        if result is None or like is None:
+    if len(results) != len(node.needs):
+        raise ValueError(f"{name}'s backward returned {len(results)} gradients for {len(node.needs)} inputs")
+    for i, (shape, dtype) in node.likes.items():
+        result = results[i]
+        if result is None:
             continue
-        shape, dtype = like
         if type(result) is not kind and not _lies_on(device, result):
             raise TypeError(
                 f"{name}'s backward returned {described(result)} for {_input(node, i)}: return an array on {device}"
