@@ -216,16 +216,17 @@ class Parameter(Tensor):
 
     def operand(self, dtype: np.dtype) -> Array:
         if not self.low or not is_low(dtype):
-            return self.data
-        if self.compute_copy is None or self.compute_copy.dtype != dtype or device_of(self.compute_copy) != self.device:
+            return self._data
+        made = self.compute_copy
+        if made is None or made.dtype != dtype or type(made) is not type(self._data):
             own = None if self.flat is None else self.flat.compute_copy_of(self, dtype)
-            self.compute_copy = array_module(self.device).empty(self.shape, dtype) if own is None else own
+            made = self.compute_copy = array_module(self.device).empty(self.shape, dtype) if own is None else own
             self._stale = True
         # Where the precision was chosen after flatten, no optimiser writes this compute copy.
         if self._stale or (self.flat is not None and not self.flat.keeps_compute_copies(dtype)):
-            self.compute_copy[...] = self.data
+            made[...] = self._data
             self._stale = is_capturing(self.device)  # then the copy is not made now, and may never be
-        return self.compute_copy
+        return made
 
     def assign(self, array: Any) -> None:
         """Copy new values in; the compute copy is recast before it is read again.
