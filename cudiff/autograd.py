@@ -134,7 +134,10 @@ class _Walk:
             if type(source) is tuple:
                 if source[0].index > self.since:
                     found[i] = self.gradients[source[0].index][source[1]]
-            elif source.wants_gradient(recorded) and (self.wanted is None or self.wanted(source)):
+                continue
+            if source._updated > recorded:
+                source.require_unchanged(recorded)
+            if source.requires_grad and (self.wanted is None or self.wanted(source)):
                 found[i] = source
         return found
 

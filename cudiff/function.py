@@ -98,7 +98,7 @@ class Function:
     def operand_dtype(cls, inputs: Sequence[Tensor | None], attrs: dict[str, Any]) -> np.dtype:
         """The dtype to compute in, by default the first input's. A Parameter may pass a copy in this dtype."""
         first, *_ = [t for t in inputs if t is not None]
-        return first.dtype
+        return first._data.dtype
 
     @classmethod
     def apply(cls, *inputs: Tensor | Array | None, **attrs: Any) -> Any:

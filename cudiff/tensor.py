@@ -92,6 +92,8 @@ class Tensor:
 
     __slots__ = ("__weakref__", "_data", "_grad", "_grad_empty", "_parameter", "_source", "requires_grad", "statistics")
 
+    _updated = -1  # when a Parameter was, see `now`
+
     def __init__(self, data: Any, requires_grad: bool = False, dtype: Any = None, device: str | None = None):
         if isinstance(data, Tensor):
             data = data.data
@@ -226,10 +228,6 @@ class Tensor:
     def parameter(self) -> Tensor | None:
         """The Parameter whose memory this is: itself, or for a view of one that; else None."""
         return self._parameter if type(self) is Tensor else self
-
-    def wants_gradient(self, recorded: int) -> bool:
-        """Whether backward adds to this leaf's `.grad`. recorded: the index of the node whose forward read the leaf."""
-        return self.requires_grad
 
     def require_unchanged(self, recorded: int) -> None:
         """Raise RuntimeError where a Parameter was updated after the node `recorded` had read it."""
