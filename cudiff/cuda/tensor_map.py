@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -52,7 +51,8 @@ def tensor_map(array: Array, box: tuple[int, ...], operand: bool = True, twice: 
     whether float32 is rounded to tf32 by the copy. twice: the array gets an axis of length 2 and stride 0 before its
     last one, which repeats each line; the box has it too. Raises CudiffError if the driver refuses.
     """
-    return map_at(array.data.ptr, *form_of(array.shape, array.dtype, box, operand, twice, swizzled, array.strides))
+    return map_at(array.data.ptr, *form_of(array.shape, array.dtype, box, operand, twice, swizzled,
+                                            strides=array.strides))
 
 
 Form = tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...], int]
@@ -62,9 +62,9 @@ Form = tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...], int]
 
 @functools.lru_cache(maxsize=4096)
 def form_of(shape: tuple[int, ...], dtype: np.dtype, box: tuple[int, ...], operand: bool = True, twice: bool = False,
-            swizzled: bool = True, strides: tuple[int, ...] | None = None) -> Form:
-    """That of `tensor_map` of an array of this shape, dtype and these strides; without strides of a contiguous one."""
-    steps = _steps(shape, strides or [math.prod(shape[axis:]) * dtype.itemsize for axis in range(1, len(shape) + 1)])
+            swizzled: bool = True, *, strides: tuple[int, ...]) -> Form:
+    """That of `tensor_map` of an array of this shape, dtype and these strides."""
+    steps = _steps(shape, strides)
     if twice:
         shape, steps = (*shape[:-1], 2, shape[-1]), (*steps, 0)
     kind = _TFLOAT32 if operand and dtype == float32 else _TYPES[dtype]

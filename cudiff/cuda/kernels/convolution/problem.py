@@ -41,11 +41,13 @@ AFTERWARDS = frozenset({Fusion.GATE, Fusion.ACTIVATION, Fusion.FACTOR})  # each 
 
 
 class Image(NamedTuple):
-    """shape (N, H, W, C). aligned: whether it is contiguous and starts at a multiple of 16 bytes."""
+    """shape (N, H, W, C). aligned: whether it is contiguous and starts at a multiple of 16 bytes. pitch: None, or if
+    it has some channels of a contiguous image, how many that has; `aligned` is then said of that."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
     aligned: bool = True
+    pitch: int | None = None
 
     @property
     def rows_aligned(self) -> bool:

@@ -399,7 +399,11 @@ class Configured:
 
         def form(image: Image | None, box: tuple[int, ...], images: tuple[int, ...] = ready.images,
                  **options: bool) -> Any:
-            return None if image is None else form_of((*images, image.shape[3]), dtype, box, **options)
+            if image is None:
+                return None
+            pixel = (image.pitch or image.shape[3]) * dtype.itemsize
+            strides = images[1] * images[2] * pixel, images[2] * pixel, pixel, dtype.itemsize
+            return form_of((*images, image.shape[3]), dtype, box, strides=strides, **options)
 
         self.x, self.x2 = (form(image, halo_box, ready.read, twice=upsample) for image in (p.x, p.x2))
         self.out, self.out2 = (form(image, self.result_box, operand=False) for image in (p.out, p.x2))
