@@ -109,18 +109,12 @@ class Function:
         if cls.compose is not None and (device == "cpu" or mode.depth > 1):
             return cls.compose(*inputs, **attrs)
         dtype, recording = cls.operand_dtype(inputs, attrs), cls.differentiable and mode.grad
-        arrays: list[Any] = []
-        needs: list[bool] = []
-        statistics: list[ChannelStatistics | None] = []
-        for t in inputs:
-            if t is None:
-                arrays.append(None)
-                needs.append(False)
-                statistics.append(None)
-                continue
-            arrays.append(t._data if type(t) is Tensor else t.operand(dtype))
-            needs.append(recording and t.requires_grad)
-            statistics.append(t.statistics)
+        arrays: list[Any] = [None] * len(inputs)
+        needs, statistics = [False] * len(inputs), list(arrays)
+        for i, t in enumerate(inputs):
+            if t is not None:
+                arrays[i] = t._data if type(t) is Tensor else t.operand(dtype)
+                needs[i], statistics[i] = recording and t.requires_grad, t.statistics
         for reader in _readers:
             reader += [weakref.ref(t) for t in inputs if type(t) is Tensor]
         ctx = Context(tuple(needs), tuple(statistics))

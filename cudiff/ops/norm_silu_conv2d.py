@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -70,6 +71,7 @@ class Inputs(NamedTuple):
     skip_bias: Any = None
 
 
+_itemsize = attrgetter("itemsize")
 NORM: Final = 6
 WEIGHT: Final = Inputs._fields.index("weight")
 WIDE = ("norm_weight", "norm_bias", "scale", "shift", "emb")  # read as float32, or as float64
@@ -84,7 +86,7 @@ class NormSiluConv2d(Function):
 
     @classmethod
     def operand_dtype(cls, inputs, attrs):
-        return _narrower(inputs[0]._data.dtype, attrs["dtype"])
+        return min(attrs["dtype"], inputs[0]._data.dtype, key=_itemsize)
 
     @staticmethod
     def forward_cuda(ctx, *arrays, num_groups, eps, silu, upsample, relu, statistics, dtype):
@@ -231,10 +233,6 @@ def _matrix(weight: Array) -> Array:
     return weight.reshape(len(weight), -1)
 
 
-def _narrower(first: np.dtype, second: np.dtype) -> np.dtype:
-    return first if first.itemsize < second.itemsize else second
-
-
 def norm_silu_conv2d(x: Tensor, x2: Tensor | None = None, *, weight: Tensor, bias: Tensor | None = None,
                      norm_weight: Tensor | None = None, norm_bias: Tensor | None = None, scale: Tensor | None = None,
                      shift: Tensor | None = None, emb: Tensor | None = None, residual: Tensor | None = None,
@@ -274,7 +272,7 @@ def _converted(given: Inputs, dtype: np.dtype, upsample: bool) -> tuple[Inputs, 
         plain = (given.x2 is None and given.residual is None and not upsample
                  and (given.norm_weight is None or is_low(x.dtype)))
         if not (_casts(x, given.weight, dtype, given.emb is not None) and plain):
-            own = _narrower(x.dtype, dtype)
+            own = min(dtype, x.dtype, key=_itemsize)
             x = astype(x, own)
     wide = dict(zip(WIDE, as_wide(*[getattr(given, name) for name in WIDE]), strict=True))
     sources = {name: getattr(given, name) for name in SOURCES}
