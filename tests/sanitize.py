@@ -152,6 +152,10 @@ def more() -> Iterator[tuple[str, Callable[[], Any]]]:
         tensor(200, 2, 2, 136, dtype="bfloat16"), tensor(136, 3, 3, 136), tensor(136), padding=1))
     yield "strided convolution", lambda: _back(ops.conv2d(
         tensor(64, 16, 16, 128, dtype="bfloat16"), tensor(128, 3, 3, 128), tensor(128), stride=2, padding=1))
+    for side in (3, 5):
+        yield f"strided convolution of few channels, {side} x {side}", lambda side=side: _back(ops.conv2d(
+            tensor(33, 15, 16, 64, dtype="bfloat16"), tensor(64, side, side, 64), tensor(64), stride=2,
+            padding=side // 2))
     yield "layer norm of long rows", lambda: _back(ops.layer_norm(tensor(9, 10248), tensor(10248), tensor(10248)))
     yield "modulated layer norm", lambda: _back(ops.layer_norm(
         tensor(2, 9, 24, dtype="bfloat16"), tensor(2, 24), tensor(2, 24), plus_one=True))

@@ -56,6 +56,7 @@ CHOSEN = {  # for kernels that the others do not need: shapes of operands, and t
     "few in": (((2, 8, 8, 3), (64, 3, 3, 3)), lambda x, w: ops.conv2d(x, w, padding=1)),
     "depthwise": (((2, 8, 8, 64), (64, 3, 3, 1)), lambda x, w: ops.conv2d(x, w, padding=1, groups=64)),
     "grouped": (((2, 8, 8, 64), (64, 3, 3, 16)), lambda x, w: ops.conv2d(x, w, padding=1, groups=4)),
+    "strided": (((32, 16, 16, 64), (64, 5, 5, 64)), lambda x, w: ops.conv2d(x, w, stride=2, padding=2)),
     "relu": (((2, 8, 8, 64),), lambda x: ops.relu(ops.relu(x))),
     "tf32": (((2, 8, 8, 64), (64, 3, 3, 64)), lambda x, w: allow_tf32()(ops.conv2d)(x, w, padding=1)),
     "wide norm": (((2, 4, 4096), (4096,), (4096,)), lambda x, w, b: ops.group_norm(x, w, b, num_groups=2)),

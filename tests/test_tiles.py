@@ -15,6 +15,7 @@ from cudiff.config import PRESETS
 from cudiff.cuda import tiles
 from cudiff.cuda.compiler import kernel_folder
 from cudiff.cuda.device import asked_about, current_device, multiprocessors
+from cudiff.cuda.kernels.attention import short_sm90
 from cudiff.cuda.kernels.attention import sm90 as attention
 from cudiff.cuda.kernels.convolution import sm90, wgrad_sm90
 from cudiff.cuda.kernels.gemm import product
@@ -28,7 +29,8 @@ from cudiff.tensor import Tensor
 from cudiff.train import Trainer
 
 PLANNERS = {planner.kernel: planner for planner in (
-    sm90.plan, wgrad_sm90.plan, product.plan, norm.FORWARD, norm.BACKWARD, attention.FORWARD, gemm_sm90.plan
+    sm90.plan, wgrad_sm90.plan, product.plan, norm.FORWARD, norm.BACKWARD, attention.FORWARD, short_sm90.BACKWARD,
+    gemm_sm90.plan,
 )}
 
 

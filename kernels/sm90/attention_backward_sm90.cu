@@ -45,7 +45,7 @@ delta(float* rows, u32* turns, const float* lse, const T* out, const T* dout, in
     if (threadIdx.x == 0) turns[head * gridDim.x + blockIdx.x] = 0;
     if (threadIdx.x < 64) rows[threadIdx.x] = first < Tq ? lse[head * (CEIL_DIV(Tq, 64) * 64) + first + threadIdx.x] : infinity();
     constexpr int PACKS = CEIL_DIV(DP, 32);
-    Pack<T> packs[2][2][PACKS];  // of rows 32 apart, out and dout. Four threads hold a row
+    uint4 packs[2][2][PACKS];  // of rows 32 apart, out and dout. Four threads hold a row
 #pragma unroll
     for (int i = 0; i < 2; i++)
 #pragma unroll
@@ -53,14 +53,14 @@ delta(float* rows, u32* turns, const float* lse, const T* out, const T* dout, in
             int row = first + i * 32 + threadIdx.x / 4, d = p * 32 + QUAD * 8;
             i64 at = (((i64)blockIdx.z * Tq + row) * heads + blockIdx.y) * D + d;
             bool there = row < Tq && d < D;
-            packs[i][0][p] = there ? load_pack(out + at) : Pack<T>{};
-            packs[i][1][p] = there ? load_pack(dout + at) : Pack<T>{};
+            packs[i][0][p] = load_if(there, out + at);
+            packs[i][1][p] = load_if(there, dout + at);
         }
 #pragma unroll
     for (int i = 0; i < 2; i++) {
         float total = 0.0f;
 #pragma unroll
-        for (int e = 0; e < 8 * PACKS; e++) total += to_float(packs[i][0][e / 8].v[e % 8]) * to_float(packs[i][1][e / 8].v[e % 8]);
+        for (int p = 0; p < PACKS; p++) add_products(total, packs[i][0][p], packs[i][1][p]);
         total = sum_quad(total);
         if (QUAD == 0) rows[64 + i * 32 + threadIdx.x / 4] = total;
     }

@@ -192,7 +192,7 @@ __device__ __forceinline__ void begin_backward(const Ring& ring, int readers, u3
 constexpr int PACKS = CEIL_DIV(DP, 32);
 
 // Load this lane's packs, of the 64 rows from `first` on, and its rows' lse. Beyond Tq rows and a head's D channels are zeros.
-__device__ __forceinline__ void load_rows(Pack<T> (&packs)[2][PACKS], float (&row_lse)[2], const T* out, const float* lse, int n,
+__device__ __forceinline__ void load_rows(uint4 (&packs)[2][PACKS], float (&row_lse)[2], const T* out, const float* lse, int n,
                                           Head head, int heads, int first, int Tq, int D) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
@@ -202,14 +202,14 @@ __device__ __forceinline__ void load_rows(Pack<T> (&packs)[2][PACKS], float (&ro
 #pragma unroll
         for (int p = 0; p < PACKS; p++) {
             int d = p * 32 + QUAD * 8 - head.zeros;
-            packs[r][p] = row < Tq && d >= 0 && d < D ? load_pack(source + d) : Pack<T>{};
+            packs[r][p] = load_if(row < Tq && d >= 0 && d < D, source + d);
         }
     }
 }
 
 // row_delta = for each of this lane's two rows the sum over channels of out · dout. It is also written to `delta`. `tile` is
 // that of dout.
-__device__ __forceinline__ void find_delta(float (&row_delta)[2], float* delta, const Pack<T> (&packs)[2][PACKS], const u8* tile) {
+__device__ __forceinline__ void find_delta(float (&row_delta)[2], float* delta, const uint4 (&packs)[2][PACKS], const u8* tile) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         int row = WARP_ROW + 8 * r + GROUP;
@@ -218,9 +218,7 @@ __device__ __forceinline__ void find_delta(float (&row_delta)[2], float* delta, 
         for (int p = 0; p < PACKS; p++) {
             int chunk = p * 4 + QUAD;
             if (chunk >= DP / 8) continue;
-            Pack<T> dout = load_pack(reinterpret_cast<const T*>(tile + place<DP>(row, chunk)));
-#pragma unroll
-            for (int e = 0; e < 8; e++) total += to_float(packs[r][p].v[e]) * to_float(dout.v[e]);
+            add_products(total, packs[r][p], *reinterpret_cast<const uint4*>(tile + place<DP>(row, chunk)));
         }
         row_delta[r] = sum_quad(total);
         if (QUAD == 0) delta[row] = row_delta[r];
@@ -260,7 +258,7 @@ backward_q(const __grid_constant__ TileMap q, const __grid_constant__ TileMap k,
     };
     begin_backward(ring, 1, own_barrier, base, q, dout, k, v, at, first, n, load);
 
-    Pack<T> own_out[2][PACKS];
+    uint4 own_out[2][PACKS];
     float row_lse[2], row_delta[2];
     load_rows(own_out, row_lse, out, lse, n, at, heads, first, Tq, D);
     barrier_wait(own_barrier, 0);

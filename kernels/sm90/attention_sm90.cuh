@@ -32,6 +32,23 @@ struct Head {
     __device__ __forceinline__ Head(int h, int D) : h(h), zeros(D % 16 ? h % 2 * 8 : 0) {}
 };
 
+// A pack of 8 elements at `p`, or zeros. Of a Pack each element takes an instruction to be chosen.
+__device__ __forceinline__ uint4 load_if(bool there, const T* p) {
+    uint4 pack = {};
+    if (there) pack = *reinterpret_cast<const uint4*>(p);
+    return pack;
+}
+// Add the products of two packs' elements.
+__device__ __forceinline__ void add_products(float& sum, uint4 a, uint4 b) {
+    const u32 x[4] = {a.x, a.y, a.z, a.w}, y[4] = {b.x, b.y, b.z, b.w};
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        float2 u = unpack_pair<T>(x[i]), v = unpack_pair<T>(y[i]);
+        sum += u.x * v.x;
+        sum += u.y * v.y;
+    }
+}
+
 #define WARP_ROW (threadIdx.x / 32 % 4 * 16)  // where this warp's 16 rows start, of a warpgroup's 64
 
 template <int COUNT> __device__ __forceinline__ void clear(float (&c)[COUNT]) {

@@ -35,6 +35,9 @@
 //             input. Taps may have any strides.
 //   out, out2, other   images of H × W pixels at any strides.
 //   by_image  null, or added to v.
+// WINDOWS and A_MN: the gradient of a convolution's weights. With OUT=float and TRANSPOSED, out is (N, R, S, channels).
+//   a         the convolution's images, of channels = M / (R · S). The depth is their windows.
+//   b         (depth, N): the gradient of its result.
 //
 // How it works
 //   Tiles      A block computes 128 rows and BN columns at a time. Each of two consumer warpgroups has 64 of the rows, and
@@ -60,7 +63,7 @@
 //              b {depth, N, batches}, box {64, BN, 1}; under B_MN {N, depth, batches}, box {64, 64, 1}.
 //              out, other {N, M, batches}, box {64, 64, 1}.
 //              Under WINDOWS those of a are of 64 channels of 128 windows, those of out and other of 64 channels of 64
-//              pixels, and b has the axes S and R in place of batches.
+//              pixels, and b has the axes S and R in place of batches. With A_MN those of a are of 64 windows, b's without windows.
 //   Columns    WIDTH is a multiple of 64, or of 8 where floats are stored.
 //   Shared     STAGES · 128 bytes · (128 + BN, under B_MN rounded up to 64), with at most 8 STAGES; unless floats are stored,
 //              2 · PANELS of 8 KiB and 2 · BN floats of biases; 256 bytes of barriers.
@@ -73,6 +76,7 @@ constexpr int B_PANELS = CEIL_DIV(BN, 64);  // under B_MN
 constexpr int A_BYTES = ROWS * ROW_BYTES, B_BYTES = B_MN ? B_PANELS * PANEL_BYTES : BN * ROW_BYTES, STAGE_BYTES = A_BYTES + B_BYTES;
 constexpr int WIDTH = BN / CLUSTER;  // columns of a tile that a block finishes
 constexpr bool ROUNDS = sizeof(OUT) == 2;
+constexpr bool WEIGHTS = WINDOWS && A_MN;
 constexpr bool READS = ADDS || GATES || MULTIPLIES;  // `other`
 // A warpgroup's panels in shared memory: all of a tile's where `other` lies there first, with one more under KEEPS, and where they
 // are three or fewer. Else two are written in turns: while TMA reads one, the other is written.
@@ -83,8 +87,12 @@ constexpr int BAND = 16;
 
 struct Sizes {
     int M, N, depth, batches, parts, split, R, S, H, W, top, left, down, across;
-    __device__ __forceinline__ int steps() const { return WINDOWS ? CEIL_DIV(depth, DEPTH) * R * S : CEIL_DIV(depth, DEPTH); }
-    __device__ __forceinline__ int tiles() const { return CEIL_DIV(M, ROWS) * CEIL_DIV(N, BN) * batches * parts; }
+    __device__ __forceinline__ int channels() const { return M / (R * S); }  // of WEIGHTS
+    __device__ __forceinline__ int chunks() const { return CEIL_DIV(WEIGHTS ? channels() : depth, DEPTH); }  // of 64 channels
+    __device__ __forceinline__ int steps() const { return WINDOWS && !A_MN ? chunks() * R * S : CEIL_DIV(depth, DEPTH); }
+    // Rows of tiles. Those of WEIGHTS are two chunks of taps.
+    __device__ __forceinline__ int rows() const { return WEIGHTS ? CEIL_DIV(chunks() * R * S, ROWS / 64) : CEIL_DIV(M, ROWS); }
+    __device__ __forceinline__ int tiles() const { return rows() * CEIL_DIV(N, BN) * batches * parts; }
 };
 
 // The first row and column of tile `index`, in the order in which tiles are taken, its result, its matrix of the batch, and its
@@ -92,7 +100,7 @@ struct Sizes {
 struct Tile {
     int m0, n0, result, batch, first, last;
     __device__ __forceinline__ Tile(int index, const Sizes& sizes, int rank) {
-        int rows = CEIL_DIV(sizes.M, ROWS), columns = CEIL_DIV(sizes.N, BN);  // of tiles
+        int rows = sizes.rows(), columns = CEIL_DIV(sizes.N, BN);  // of tiles
         result = index / (rows * columns);
         index -= result * rows * columns;
         batch = result / sizes.parts;
@@ -113,21 +121,36 @@ struct Window {
         : image(row / (sizes.H * sizes.W)), h(row % (sizes.H * sizes.W) / sizes.W), w(row % sizes.W) {}
 };
 
+// What 64 rows of a tile of WEIGHTS are: the channels from `channel` on, under a tap. A last tile may have a tap too many.
+struct Tap {
+    int index, channel, r, s;
+    __device__ __forceinline__ Tap(int row, const Sizes& sizes)
+        : index(row / 64 / sizes.chunks()), channel(row / 64 % sizes.chunks() * 64), r(index / sizes.S), s(index % sizes.S) {}
+};
+
 // The producer: loads the operands of each tile's steps, then its biases, in the order in which the consumers read them.
 __device__ __forceinline__ void produce(Ring ring, Ring biases, const TensorMap& a, const TensorMap& a2, const TensorMap& b,
                                         const float* bias, const Sizes& sizes, int rank) {
-    int chunks = CEIL_DIV(sizes.depth, DEPTH);
+    int chunks = sizes.chunks();
     for (int i = blockIdx.x; i < sizes.tiles(); i += gridDim.x) {
         Tile tile(i, sizes, rank);
         Window window(tile.m0, sizes);
         int h = window.h * sizes.down + sizes.top, w = window.w * sizes.across + sizes.left;
+        Tap taps[] = {{tile.m0, sizes}, {tile.m0 + 64, sizes}};  // of WEIGHTS
 #pragma unroll 1
         for (int step = tile.first; step < tile.last; step++) {
-            int tap = WINDOWS ? step / chunks : 0, k = (step - tap * chunks) * DEPTH, r = tap / sizes.S, s = tap % sizes.S;
+            int tap = WINDOWS && !A_MN ? step / chunks : 0, k = (step - tap * chunks) * DEPTH, r = tap / sizes.S, s = tap % sizes.S;
             const TensorMap& source = k < sizes.split ? a : a2;
             int k_a = k < sizes.split ? k : k - sizes.split;
             u32 full = ring.acquire(STAGE_BYTES), at_a = ring.buffer(), at_b = at_a + A_BYTES;
-            if constexpr (WINDOWS) {
+            if constexpr (WEIGHTS) {
+                Window first(k, sizes);
+                int from_w = first.w * sizes.across + sizes.left, from_h = first.h * sizes.down + sizes.top;
+#pragma unroll
+                for (int panel = 0; panel < ROWS / 64; panel++)
+                    tma_load_pixels(at_a + panel * PANEL_BYTES, a, full, taps[panel].channel, from_w, from_h, first.image,
+                                    taps[panel].s, taps[panel].r);
+            } else if constexpr (WINDOWS) {
                 tma_load_pixels(at_a, source, full, k_a, w, h, window.image, s, r);
             } else if constexpr (A_MN) {
                 for (int panel = 0; panel < ROWS / 64; panel++)
@@ -139,7 +162,8 @@ __device__ __forceinline__ void produce(Ring ring, Ring biases, const TensorMap&
 #pragma unroll 1
                 for (int panel = 0; panel < B_PANELS; panel++) {
                     int n = tile.n0 + panel * 64;
-                    if constexpr (WINDOWS) tma_load(at_b + panel * PANEL_BYTES, b, full, n, k, sizes.S - 1 - s, sizes.R - 1 - r);
+                    if constexpr (WINDOWS && !A_MN)
+                        tma_load(at_b + panel * PANEL_BYTES, b, full, n, k, sizes.S - 1 - s, sizes.R - 1 - r);
                     else tma_load(at_b + panel * PANEL_BYTES, b, full, n, k, tile.batch);
                 }
             } else if constexpr (WINDOWS) {
@@ -374,7 +398,12 @@ gemm_sm90(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
             if (SUMS && m0 < M) store_sums(floats, result, m0, n0, M, N);
             if (bias) biases.release();
         } else {
-            store_floats(floats + (i64)tile.result * (TRANSPOSED ? N : M) * pitch, pitch, acc, m0, n0, M, N, add);
+            int first = m0, end = M;  // rows of the result
+            if constexpr (WEIGHTS) {
+                Tap tap(m0, sizes);
+                first = tap.index * sizes.channels() + tap.channel, end = min(M, (tap.index + 1) * sizes.channels());
+            }
+            store_floats(floats + (i64)tile.result * (TRANSPOSED ? N : M) * pitch, pitch, acc, first, n0, end, N, add);
         }
     }
     if (ROUNDS && leads) tma_store_wait();

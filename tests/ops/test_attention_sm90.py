@@ -5,7 +5,9 @@ import numpy as np
 import pytest
 
 from cudiff import Tensor, attention, attention_qkv
-from cudiff.cuda.kernels.attention import problem, sm90, table, wide_sm90
+from cudiff.cuda.device import asked_about
+from cudiff.cuda.kernels.attention import problem, short_sm90, sm90, table, wide_sm90
+from cudiff.cuda.launch import blocks
 from cudiff.ops.matmul import linear
 from tests.check import TOLERANCE, assert_close, check_op, relative_error
 
@@ -47,6 +49,39 @@ def test_narrow_heads_of_two_short_sequences(hopper, rng, dim, queries, keys):
     """Tiles without queries, or without keys."""
     q, k, v = (rng.standard_normal((2, tokens, 3, dim)) for tokens in (queries, keys, keys))
     check_op(attention, q, k, v, device="cuda", dtypes=("bfloat16", "float16"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("queries, keys, dim, groups", [
+    (196, 196, 32, 2), (196, 196, 32, 4), (256, 256, 32, 2), (256, 256, 32, 4), (144, 144, 24, 1), (144, 144, 24, 2),
+    (144, 144, 24, 3), (49, 200, 8, 2), (49, 200, 8, 4), (256, 1, 32, 2), (256, 1, 32, 4), (70, 150, 16, 1),
+    (70, 150, 16, 2), (200, 130, 32, 2), (200, 130, 32, 4), (128, 128, 32, 1), (128, 128, 32, 2), (60, 60, 16, 1),
+])
+def test_rounds_of_the_short_backward(hopper, rng, queries, keys, dim, groups):
+    """Each number of warpgroups, with one round of keys or several, of which the last may leave some without keys."""
+    dtype, heads = ml_dtypes.bfloat16, 3
+    q, k, v, dout = (rng.standard_normal((2, tokens, heads, dim)).astype(dtype)
+                     for tokens in (queries, keys, keys, queries))
+    x = [Tensor(array.astype(np.float64), requires_grad=True) for array in (q, k, v)]
+    attention(*x).backward(dout.astype(np.float64).reshape(2, queries, heads * dim))
+    expected = [Tensor(tensor.grad).numpy() for tensor in x]
+
+    q, k, v, dout = (Tensor(array, device="cuda").data for array in (q, k, v, dout))
+    tiles, parts = blocks(queries, 64), 4 * blocks(max(queries, keys), 64)
+    out, dq, dk, dv = (Tensor(np.full(array.shape, np.nan, dtype), device="cuda").data for array in (q, q, k, v))
+    lse = Tensor(np.full((2, heads, tiles * 64), np.nan, np.float32), device="cuda").data
+    asked = problem.Problem(False, q.dtype, 2, queries, keys, heads, dim, aligned=True, products=1)
+    sm90.forward(problem.Forward(out, lse, q, k, v), sm90.Warpgroups(1), asked)
+    sums = [Tensor(np.full((2, parts, heads, dim), np.nan, np.float32), device="cuda") for _ in range(3)]
+    writes_sums = 4 * tiles == parts
+    given = problem.Backward(dq, dk, dv, dout, q, k, v, out, lse,
+                             (lambda tiles: [array.data for array in sums]) if writes_sums else None)
+    short_sm90.backward(given, sm90.Warpgroups(groups), asked._replace(backward=True))
+    for found, grad, total in zip((dq, dk, dv), expected, sums, strict=True):
+        found = Tensor(found).numpy().astype(np.float32)
+        assert_close(found, grad, TOLERANCE[q.dtype], beside=1.0)  # of one key, dq and dk are 0
+        if writes_sums:  # of dk they cancel
+            assert_close(total.numpy().sum(1), found.sum(1), TOLERANCE[q.dtype], beside=1 + np.linalg.norm(found))
 
 
 @pytest.mark.gpu
@@ -168,8 +203,9 @@ def test_every_launch_covers_the_tokens_and_fits(monkeypatch, queries, keys, dim
     monkeypatch.setattr(wide_sm90, "multiprocessors", lambda: 132)
     monkeypatch.setattr(sm90, "launch", launch)
     monkeypatch.setattr(sm90, "empty", np.empty)
-    for maps in ("tensor_map", "two_maps"):
-        monkeypatch.setattr(sm90, maps, lambda *args: None)
+    monkeypatch.setattr(sm90, "two_maps", lambda *args: None)
+    monkeypatch.setattr(short_sm90, "launch", launch)
+    monkeypatch.setattr(short_sm90, "tensor_map", lambda *args: None)
     q, k = (np.zeros((2, tokens, 3, dim), np.float16) for tokens in (queries, keys))
     lse = np.zeros((2, 3, queries), np.float32)
     for given in (problem.Forward(q, lse, q, k, k), problem.Backward(q, k, k, q, q, k, k, q, lse, None)):
@@ -190,7 +226,8 @@ def test_every_launch_covers_the_tokens_and_fits(monkeypatch, queries, keys, dim
         assert grid[0] * threads // 128 * 64 >= queries and grid[1:] == (3, 2)
     if "backward" in found:
         grid, threads, _, constants = found["backward"]
-        assert grid == (3, 2) and threads // 128 * 64 >= max(queries, keys) and constants["DP"] >= dim
+        assert grid == (3, 2) and constants["TILES"] * 64 >= max(queries, keys) and constants["DP"] >= dim
+        assert threads == constants["GROUPS"] * 128
     else:
         (own_queries, *others), (own_keys, *again) = found["backward_q"][0], found["backward_kv"][0]
         assert own_queries * 64 >= queries and own_keys * 64 >= keys and others == again == [3, 2]
@@ -219,6 +256,15 @@ ASKED = problem.Problem(True, np.dtype(np.float16), 2, 256, 256, 4, 32, aligned=
 def test_which_kernel_runs(changes, architecture, kernel, left):
     chosen = table.ATTENTION.select(ASKED._replace(**changes), architecture)
     assert chosen.row.name == kernel and len(chosen.left) == left
+
+
+@pytest.mark.parametrize("heads, tokens, groups", [
+    (48, 256, 4), (192, 256, 2), (300, 192, 1), (396, 128, 1), (1024, 196, 2), (1024, 64, 1), (100, 100, 2),
+])
+def test_warpgroups_of_the_short_backward(heads, tokens, groups):
+    """Those that were fastest on an H200."""
+    with asked_about("sm_90a"):
+        assert short_sm90.BACKWARD.by_rule(heads, tokens, tokens)[0].groups == groups
 
 
 def test_rows_that_start_anywhere_are_seen(host_of):

@@ -47,6 +47,11 @@ def test_a_weight_gradient_of_few_tiles_is_split():
     assert sm90.plan.by_rule(384, 768, 8192, False)[0].splits > 1
 
 
+def test_results_of_up_to_64_columns_have_tiles_as_wide():
+    assert [sm90.plan.by_rule(50176, columns, 576, True)[0].columns for columns in (8, 64, 72)] == [64, 64, 128]
+    assert sm90.plan.by_rule(64, 576, 50176, False)[0].columns == 64, "of the transposed product"
+
+
 WIDE = 8192, 768, 3072
 
 
@@ -159,7 +164,7 @@ def test_linear_layers(hopper, rng, size, residual):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("size", [(300, 200, 1032), (128, 264, 72), (700, 776, 520)], ids=str)
+@pytest.mark.parametrize("size", [(300, 200, 1032), (128, 264, 72), (700, 776, 520), (300, 40, 1032)], ids=str)
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
 @pytest.mark.parametrize("b_mn", [False, True])
 def test_every_plan_of_a_rounded_product(hopper, monkeypatch, rng, size, dtype, b_mn):
@@ -198,7 +203,8 @@ def test_many_tiles_of_three_panels(hopper, rng, columns):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("size", [(200, 136, 1032), (264, 520, 72), (776, 136, 4104)], ids=str)
+@pytest.mark.parametrize("size", [(200, 136, 1032), (264, 520, 72), (776, 136, 4104), (200, 64, 1032), (40, 136, 72)],
+                         ids=str)
 @pytest.mark.parametrize("add", [False, True])
 def test_every_plan_of_a_product_of_floats(hopper, monkeypatch, rng, size, add):
     """Operands along the result's axes, those of splits along the depth too, which is no multiple of a step. The
@@ -233,7 +239,7 @@ def test_every_plan_of_a_product_of_floats(hopper, monkeypatch, rng, size, add):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("size", [(300, 200, 1032), (700, 776, 520)], ids=str)
+@pytest.mark.parametrize("size", [(300, 200, 1032), (700, 776, 520), (300, 56, 264)], ids=str)
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
 def test_what_becomes_of_a_result_with_every_plan(hopper, monkeypatch, rng, size, dtype):
     """Activations and gates of images of 70 rows with what they leave, factors with sums; results of about 1."""

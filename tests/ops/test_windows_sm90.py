@@ -6,12 +6,23 @@ import pytest
 
 from cudiff import Tensor
 from cudiff.cuda.kernels.convolution import sm90, windows_sm90
-from cudiff.cuda.kernels.convolution.problem import DGRAD, FPROP, Fusion, Image, Operands, Problem, Weight, problem_of
+from cudiff.cuda.kernels.convolution.problem import (
+    DGRAD,
+    FPROP,
+    WGRAD,
+    Fusion,
+    Image,
+    Operands,
+    Problem,
+    Weight,
+    problem_of,
+)
 from cudiff.cuda.kernels.convolution.table import CONVOLUTION
+from cudiff.cuda.kernels.gemm import sm90 as gemm
 from cudiff.cuda.kernels.gemm.product import Epilogue
-from cudiff.cuda.kernels.gemm.sm90 import plans
+from cudiff.cuda.kernels.gemm.sm90 import plans, whole_channels
 from cudiff.cuda.select import Offer
-from cudiff.ops.conv2d import dgrad_numpy, fprop_numpy
+from cudiff.ops.conv2d import dgrad_numpy, fprop_numpy, wgrad_numpy
 from tests.check import relative_error
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -42,6 +53,14 @@ def convolution(direction, images, inputs, outputs, taps, **changes):
     (convolution(DGRAD, (64, 32, 32), 128, 128, 3, stride=(2, 2), x=Image((64, 16, 16, 128), BF16)), "gemm_sm90"),
     (convolution(DGRAD, (64, 32, 32), 128, 128, 1, stride=(2, 2), x=Image((64, 16, 16, 128), BF16)), "conv2d"),
     (convolution(FPROP, (64, 32, 32), 128, 128, 3, padding=(0, 0), out=Image((64, 30, 30, 128), BF16)), "gemm_sm90"),
+    (convolution(FPROP, (256, 28, 28), 64, 64, 3, stride=(2, 2), out=Image((256, 14, 14, 64), BF16), wanted=SUMMED),
+     "gemm_sm90"),
+    (convolution(FPROP, (8, 224, 224), 64, 64, 7, stride=(2, 2), out=Image((8, 112, 112, 64), BF16)), "gemm_sm90"),
+    (convolution(WGRAD, (256, 14, 14), 128, 128, 3, stride=(2, 2), out=Image((256, 7, 7, 128), BF16)), "gemm_sm90"),
+    (convolution(WGRAD, (256, 14, 14), 128, 128, 3), "conv2d_wgrad_sm90, conv2d_wgrad_tf32_sm90"),
+    (convolution(WGRAD, (32, 32, 32), 64, 64, 5), "gemm_sm90"),
+    (convolution(WGRAD, (64, 32, 32), 256, 256, 3, stride=(2, 2), out=Image((64, 16, 16, 256), BF16)), "gemm_sm90"),
+    (convolution(FPROP, (256, 28, 28), 48, 48, 3, stride=(2, 2), out=Image((256, 14, 14, 48), BF16)), "conv2d"),
     (convolution(FPROP, (64, 300, 300), 64, 64, 3, stride=(9, 9), out=Image((64, 34, 34, 64), BF16)), "conv2d"),
 ])
 def test_it_takes_strides_one_tap_and_small_images(problem, row):
@@ -156,3 +175,29 @@ def test_strides_and_paddings(hopper, rng, images, kernel, stride, padding):
         assert relative_error(found, expected + bias) < 1e-2, plan
         found, = run(DGRAD, dout, weight, x, plan, in_place=True, **same)
         assert relative_error(found, expected + x) < 1e-2, plan
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("inputs, outputs", [(72, 40), (64, 200)])
+@pytest.mark.parametrize("images, kernel, stride, padding", [*STRIDED, ((5, 29, 30), (3, 3), (2, 2), (1, 1))], ids=str)
+def test_weight_gradients(hopper, monkeypatch, rng, images, kernel, stride, padding, inputs, outputs):
+    """By every plan, of few blocks too; overwritten, and added to. The last one's depth is split."""
+    x = rng.standard_normal((*images, inputs)).astype(BF16)
+    size = [(length + 2 * before - taps) // step + 1
+            for length, before, taps, step in zip(images[1:], padding, kernel, stride, strict=True)]
+    dout = rng.standard_normal((images[0], *size, outputs)).astype(BF16)
+    expected = wgrad_numpy(x.astype(float), dout.astype(float), kernel, stride, padding)
+    before = rng.standard_normal(expected.shape).astype(np.float32)
+    found = {}
+    for plan in plans(outputs, whole_channels(kernel, inputs), dout[..., 0].size, False, 1, True):
+        for add, count in ((False, 132), (False, 2), (True, 132)):
+            monkeypatch.setattr(gemm, "multiprocessors", lambda count=count: count)
+            weight = on_gpu(before if add else np.full_like(before, np.nan))
+            given = Operands(on_gpu(x), weight, on_gpu(dout), add=add)
+            problem = problem_of(WGRAD, given, stride, padding)
+            part, = windows_sm90.parts_of(problem)
+            windows_sm90.run(given, Offer(plan=[(part, plan)]), problem)
+            found[add, count] = Tensor(weight).numpy()
+        assert relative_error(found[False, 132], expected) < 1e-4, plan
+        assert relative_error(found[True, 132], expected + before) < 1e-4, plan
+        assert found[False, 132].tobytes() == found[False, 2].tobytes(), plan

@@ -8,19 +8,18 @@ from typing import Any, NamedTuple
 from cudiff.backend import Array, is_low
 from cudiff.cuda.device import multiprocessors
 from cudiff.cuda.kernels.attention.mask import arguments
-from cudiff.cuda.kernels.attention.problem import SUMS, Backward, Forward, Problem
+from cudiff.cuda.kernels.attention.problem import Backward, Forward, Problem
 from cudiff.cuda.launch import blocks, empty, launch
 from cudiff.cuda.select import Offer
-from cudiff.cuda.tensor_map import tensor_map, two_maps
+from cudiff.cuda.tensor_map import two_maps
 from cudiff.cuda.tiles import Planner
 
 TOKENS = 64  # of a tile
 BARRIER_BYTES = 128
-SHORT = 256  # tokens, at most, for which one launch computes all gradients of heads of up to 32 channels
 
 
 class Warpgroups(NamedTuple):
-    """Warpgroups of a block of the forward. Each takes a tile of queries of its own; all read the same keys."""
+    """Warpgroups of a block. In the forward each takes a tile of queries of its own; all read the same keys."""
 
     groups: int
 
@@ -55,7 +54,7 @@ FORWARD = Planner("attention_sm90", plans, time, version=2)  # 1: wider tiles of
 
 
 def offer_forward(p: Problem) -> Offer | None:
-    if not _supports(p, backward=False):
+    if not supports(p, backward=False):
         return None
     return Offer(plan=Warpgroups(1) if p.masked else FORWARD(*_key(p)))  # of one, tiles without any pair are smallest
 
@@ -86,25 +85,6 @@ def _key(p: Problem) -> tuple[int, ...]:
     return p.images, p.queries, p.keys, p.heads, padded_dim(p.dim)
 
 
-def offer_short_backward(p: Problem) -> Offer | None:
-    """The offer's plan is the number of tiles of 64 tokens."""
-    tokens = max(p.queries, p.keys)
-    if not _supports(p, backward=True) or p.dim > 32 or tokens > SHORT or p.masked:
-        return None
-    return Offer(p.wanted & {SUMS}, blocks(tokens, TOKENS))
-
-
-def short_backward(given: Backward, tiles: int, p: Problem) -> None:
-    places = sums_of(given, 4 * tiles)
-    arrays = given.q, given.k, given.v, given.dout, given.dq, given.dk, given.dv
-    maps = [tensor_map(array, (1, TOKENS, 1, 32)) for array in arrays]
-    launch(
-        "attention_short_sm90", "backward", (p.heads, p.images), 128 * tiles,
-        (*maps, given.out, given.lse, p.queries, p.keys, p.dim, 1 / math.sqrt(p.dim), *places),
-        tiles * (4 * _tile_bytes(p.dim) + 512) + tiles * tiles * 8192 + BARRIER_BYTES, T=p.dtype, DP=32, TILES=tiles,
-    )
-
-
 def sums_of(given: Backward, tiles: int) -> tuple:
     """The arrays for SUMS of `tiles` tiles, or Nones, and their strides in floats between tiles and between heads."""
     if given.sums is None:
@@ -117,7 +97,7 @@ NO_SUMS = None, None, None, 0, 0
 
 
 def offer_backward(p: Problem) -> Offer | None:
-    return Offer(p.wanted if p.dim > 32 else frozenset()) if _supports(p, backward=True) else None
+    return Offer(p.wanted if p.dim > 32 else frozenset()) if supports(p, backward=True) else None
 
 
 def backward(given: Backward, plan: None, p: Problem) -> None:
@@ -145,7 +125,7 @@ def backward(given: Backward, plan: None, p: Problem) -> None:
     )
 
 
-def _supports(p: Problem, backward: bool) -> bool:
+def supports(p: Problem, backward: bool) -> bool:
     return p.backward == backward and is_low(p.dtype) and p.dim <= 128 and p.aligned
 
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from cudiff.backend import Array
-from cudiff.cuda.kernels.attention import backward_sm90, portable, sm90, wide_sm90
+from cudiff.cuda.kernels.attention import backward_sm90, portable, short_sm90, sm90, wide_sm90
 from cudiff.cuda.kernels.attention.problem import SUMS, Backward, Forward, Problem
 from cudiff.cuda.kernels.gemm.product import products
 from cudiff.cuda.launch import MOST_ACROSS
@@ -20,7 +20,7 @@ ATTENTION = Table(
         "multiples of 16 bytes"),
     Row("attention_sm90.forward", SM90, sm90.offer_forward, sm90.forward,
         "forward of 16-bit heads of up to 128 channels whose rows start at multiples of 16 bytes"),
-    Row("attention_short_sm90.backward", SM90, sm90.offer_short_backward, sm90.short_backward,
+    Row("attention_short_sm90.backward", SM90, short_sm90.offer_backward, short_sm90.backward,
         "backward in one launch, without a mask, of such heads of up to 32 channels and up to 256 tokens; writes SUMS"),
     Row("attention_backward_sm90.backward", SM90, backward_sm90.offer_backward, backward_sm90.backward,
         "backward in one pass, without a mask, of such heads of 40 to 128 channels and 512 keys or more; declined "

@@ -90,10 +90,11 @@ CONVOLUTION = Table(
         "many channels also an embedding, ReLU, statistics or SUMS, and the backward of a norm of one source; not with "
         "an addend, a skip path, two sources or an upsampled input"),
     Row("gemm_sm90", SM90, windows_sm90.offer, windows_sm90.run,
-        "16-bit fprop, and dgrad if every pixel is under a tap, strides of up to 8, padding of up to 127, pixels at "
-        "multiples of 16 bytes; adds bias and addend, and an embedding unless it is 1x1 of stride 1; takes two sources "
-        "of a convolution that keeps the size; declines if conv2d_sm90 or conv2d, with the statistics and the skip "
-        "path that it fuses, is estimated to take less time; chosen mostly for strides, 1x1 and many small images"),
+        "16-bit fprop, dgrad if every pixel is under a tap, and wgrad of one source that conv2d_wgrad_sm90 does not "
+        "take, strides of up to 8, padding of up to 127, pixels at multiples of 16 bytes; adds bias and addend, and an "
+        "embedding unless it is 1x1 of stride 1; takes two sources of a convolution that keeps the size; declines if "
+        "conv2d_sm90 or conv2d, with the statistics and the skip path that it fuses, is estimated to take less time; "
+        "chosen mostly for strides, 1x1 and many small images"),
     Row("conv2d_sm90", SM90, sm90.offer, sm90.run,
         "fprop and dgrad of stride 1 that keep the size, 16-bit or tf32, 1 or 3 rows of taps, pixels at multiples of "
         "16 bytes; adds bias, embedding and addend; fprop also ReLU, statistics and an upsampled input, dgrad no SUMS; "

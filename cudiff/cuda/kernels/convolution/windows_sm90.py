@@ -7,6 +7,9 @@ image into tiles 8 pixels wide, and its warpgroups share no operand.
 With stride s, dgrad is s² convolutions of stride 1. Each computes the pixels that lie s apart: the same taps contribute
 to all of them, and these taps lie s apart too. With a 3x3 kernel of stride 2, one of four pixels gets four taps, two
 get two, and one gets one.
+
+wgrad is a product whose depth is the windows: dout times the channels of each tap. conv2d_wgrad_sm90.cu, which reads a
+pixel once for several taps, has all that it serves.
 """
 
 from __future__ import annotations
@@ -17,22 +20,26 @@ import math
 from typing import NamedTuple
 
 from cudiff.backend import is_low
-from cudiff.cuda.kernels.convolution import portable, sm90
+from cudiff.cuda.kernels.convolution import portable, sm90, wgrad_sm90
 from cudiff.cuda.kernels.convolution.problem import DGRAD, EPILOGUE, WGRAD, Fusion, Operands, Problem
 from cudiff.cuda.kernels.gemm.matmul import rows_of
-from cudiff.cuda.kernels.gemm.sm90 import DEPTH, ONE_TAP_FLOPS, Plan, multiply, plan
+from cudiff.cuda.kernels.gemm.product import Epilogue
+from cudiff.cuda.kernels.gemm.sm90 import DEPTH, ONE_TAP_FLOPS, Plan, multiply, plan, whole_channels
 from cudiff.cuda.launch import blocks
 from cudiff.cuda.select import Offer
 from cudiff.cuda.tensor_map import Windows
 
 NORM_SHARE = 1.1  # factor on conv2d_sm90's estimate if it fuses the norm's backward
 SMALL_SHARE = 1.12  # factor if a block does several of its smallest tiles: 46.7 µs for 40.4 estimated, 41.4 for 36.9
-TAP_BYTES = 4.5e6  # of windows read in a microsecond; they are read for each tap and each column of tiles
+WGRAD_SHARE = 0.55  # factor on conv2d's estimate of wgrad: 12 problems took 0.46 to 0.58 of it, with sums and a stride
+# Bytes of windows read in a microsecond, and more for each tap; they are read for each tap and each column of tiles.
+# 5x5 and 7x7 of 64 channels, which the cache serves better, reached 5.2e6 and 6.2e6.
+WINDOW_BYTES, TAP_BYTES = 4.3e6, 35e3
 PASS, PASS_BYTES = 2.0, 3.5e6  # of an extra pass for statistics: fixed microseconds, and bytes read in a microsecond
 
 
 class Part(NamedTuple):
-    """One of dgrad's convolutions of stride 1, or all of fprop: its windows, the taps of the weight that it uses, and
+    """One of dgrad's convolutions of stride 1, or all of another pass: its windows, the weight's taps that it uses, and
     the pixels of the result that it writes, each (vertical, horizontal)."""
 
     windows: Windows
@@ -70,17 +77,19 @@ def offer(p: Problem) -> Offer | None:
     if not _supports(p):
         return None
     parts = parts_of(p)
-    if sum(_estimate(p, part) for part in parts) + _left(p) >= otherwise(p):
+    fused = p.wanted & (EPILOGUE | {Fusion.SECOND_SOURCE})
+    share = WGRAD_SHARE if p.direction == WGRAD else 1
+    if sum(_estimate(p, part) for part in parts) + _left(p, fused) >= share * otherwise(p):
         return None
-    plans = [(part, plan(*_product(p, part))) for part in parts]
-    return Offer(p.wanted & (EPILOGUE | {Fusion.SECOND_SOURCE}), plans)
+    return Offer(fused, [(part, plan(*_product(p, part))) for part in parts])
 
 
 def _supports(p: Problem) -> bool:
     pair = Fusion.SECOND_SOURCE in p.wanted
+    if p.direction == WGRAD and (pair or not p.weight.contiguous or wgrad_sm90.supports(p)):
+        return False
     return (
-        p.direction != WGRAD
-        and is_low(p.x.dtype)
+        is_low(p.x.dtype)
         and not p.wanted & {Fusion.CAST, Fusion.RELU, Fusion.UPSAMPLE}
         and p.groups == 1
         and p.dilation == (1, 1)
@@ -101,9 +110,11 @@ def _is_matrix(p: Problem) -> bool:
     return p.kernel == p.stride == (1, 1) and p.padding == (0, 0)
 
 
-def _product(p: Problem, part: Part) -> tuple[int, int, int, bool]:
-    """The arguments of `plan`: rows, columns, depth, and that the result is rounded."""
+def _product(p: Problem, part: Part) -> tuple:
+    """The arguments of `plan`: rows, columns, depth, whether the result is rounded, and in wgrad two more."""
     rows, inputs = p.x.shape[0] * math.prod(part.windows.size), p.x.shape[3]
+    if p.direction == WGRAD:
+        return p.weight.shape[0], whole_channels(part.windows.taps, inputs), rows, False, 1, p.x.size
     depth = inputs if _is_matrix(p) else math.prod(part.windows.taps) * blocks(inputs, DEPTH) * DEPTH
     return rows, _columns(p), depth, True
 
@@ -111,10 +122,11 @@ def _product(p: Problem, part: Part) -> tuple[int, int, int, bool]:
 def _estimate(p: Problem, part: Part) -> float:
     """Estimated microseconds of the plan by the rule. A tuned plan is no slower, and tuning must not change which
     kernel runs."""
-    asked = rows, columns, depth, _ = _product(p, part)
+    asked = rows, columns, depth, *_ = _product(p, part)
     chosen, = plan.by_rule(*asked)
-    brought = rows * depth * p.x.dtype.itemsize * blocks(columns, chosen.columns)
-    return max(plan.time(chosen, *asked), brought / TAP_BYTES)
+    of_windows, others = (columns, rows) if p.direction == WGRAD else (rows, columns)
+    brought = of_windows * depth * p.x.dtype.itemsize * blocks(others, chosen.columns)
+    return max(plan.time(chosen, *asked), brought / (WINDOW_BYTES + TAP_BYTES * math.prod(part.windows.taps)))
 
 
 def _columns(p: Problem) -> int:
@@ -122,15 +134,16 @@ def _columns(p: Problem) -> int:
     return p.weight.shape[3 if p.direction == DGRAD else 0]
 
 
-def _left(p: Problem) -> float:
-    """Estimated microseconds of the wanted fusions that this leaves to other launches."""
+def _left(p: Problem, fused: frozenset[str]) -> float:
+    """Estimated microseconds of the wanted fusions that a kernel with these leaves to other launches."""
     rows, columns = math.prod(p.out.shape[:3]), _columns(p)
     size, total = rows * columns * p.x.dtype.itemsize, 0.0
-    if Fusion.STATISTICS in p.wanted:
+    wanted = p.wanted - fused
+    if Fusion.STATISTICS in wanted:
         total += PASS + size / PASS_BYTES
-    if Fusion.NORM_BACKWARD in p.wanted:
+    if Fusion.NORM_BACKWARD in wanted:
         total += PASS + 2 * size / PASS_BYTES
-    if p.skip_weight is not None:
+    if p.skip_weight is not None and Fusion.SKIP in wanted:
         total += plan.estimate(rows, columns, p.skip_weight.shape[3], True)
     return total
 
@@ -139,7 +152,7 @@ def otherwise(p: Problem) -> float:
     """Estimated microseconds of conv2d_sm90, or of conv2d where conv2d_sm90 does not serve the problem."""
     found = sm90.offer(p)
     if found is None:
-        return portable.microseconds(p)
+        return portable.microseconds(p) + _left(p, portable.offer(p).fused)
     rows, columns, depth, _ = _product(p, *parts_of(p))
     images, one_tap = p.x.shape[:3], p.kernel == (1, 1)
     if one_tap:
@@ -163,10 +176,19 @@ def otherwise(p: Problem) -> float:
 
 def run(given: Operands, offer: Offer, p: Problem) -> None:
     """Launch each part with its plan from `offer`."""
-    if given.weight.dtype != given.x.dtype:
+    if p.direction != WGRAD and given.weight.dtype != given.x.dtype:
         given = given._replace(weight=given.weight.astype(given.x.dtype))
     for part, chosen in offer.plan:
-        _run(given, part, chosen, p)
+        (_run_wgrad if p.direction == WGRAD else _run)(given, part, chosen, p)
+
+
+def _run_wgrad(given: Operands, part: Part, chosen: Plan, p: Problem) -> None:
+    weight = given.weight.reshape(1, len(given.weight), -1)
+
+    def launch_as(chosen: Plan) -> None:
+        multiply(rows_of(given.out), given.x, weight, Epilogue(), True, True, given.add, chosen, windows=part.windows)
+
+    plan.run(_product(p, part), launch_as, [given.weight] if given.add else [], chosen=chosen)
 
 
 def _run(given: Operands, part: Part, chosen: Plan, p: Problem) -> None:

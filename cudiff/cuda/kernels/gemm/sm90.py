@@ -38,7 +38,8 @@ SHARED_BYTES = 227 << 10  # of a block
 BARRIER_BYTES = 256
 STAGES = 8  # at most
 SUMMED = 64  # rows of the result for each sum that is left
-STEPS = {256: 0.65, 192: 0.495, 128: 0.36}  # microseconds of a step, by a tile's columns
+NARROW = 64  # columns of the tile for results of no more
+STEPS = {256: 0.65, 192: 0.495, 128: 0.36, NARROW: 0.28}  # microseconds of a step, by a tile's columns
 BANDWIDTH = 3e6  # bytes in a microsecond
 ONE_TAP_FLOPS = 330e6  # of conv2d_sm90 with one tap, in a microsecond, as counted: its warpgroups share no operand
 
@@ -178,8 +179,10 @@ class Plan(NamedTuple):
         return [*self]
 
 
-def plans(rows: int, columns: int, depth: int, low_out: bool, batches: int = 1) -> Iterator[Plan]:
-    """All plans, for results of 16 bits if `low_out`, else of float32.
+def plans(rows: int, columns: int, depth: int, low_out: bool, batches: int = 1,
+          images: int = 0) -> Iterator[Plan]:
+    """All plans, for results of 16 bits if `low_out`, else of float32. images: elements of the images of which a
+    convolution's weight gradient multiplies windows, with `whole_channels` as its columns; 0 for other products.
 
     Split K: as many rows of tiles as fill whole waves of blocks stay whole. The other tiles, which would leave
     multiprocessors idle, are split into parts of 8 steps or more, so many that their blocks fill one to four waves.
@@ -188,26 +191,32 @@ def plans(rows: int, columns: int, depth: int, low_out: bool, batches: int = 1) 
         plan = Plan(width, cluster, transposed)
         if low_out and (transposed or width // cluster % 64):
             continue
+        across = rows if transposed else columns
+        if width == NARROW < across or (images and not transposed):
+            continue
         # A cluster computes one tile, with at least a step for each block, and all clusters run at once.
         tiles, at_once = batches * _tiles(plan, rows, columns), sm90.at_once(cluster)
         if cluster == 1 or (cluster <= blocks(depth, DEPTH) and tiles <= at_once):
             yield plan
         if cluster == batches == 1 and not low_out:
-            across = blocks(rows if transposed else columns, width)
+            across = blocks(across, width)
             whole = tiles // at_once * at_once // across
             rest = tiles - whole * across
             most = depth // DEPTH // 8 if rest else 1
+            if images and whole:
+                continue
             for splits in sorted({min(waves * at_once // max(1, rest), most) for waves in (1, 2, 3, 4)} - {0, 1}):
                 yield plan._replace(splits=splits, whole=whole)
 
 
-def time(chosen: Plan, rows: int, columns: int, depth: int, low_out: bool, batches: int = 1) -> float:
+def time(chosen: Plan, rows: int, columns: int, depth: int, low_out: bool, batches: int = 1,
+         images: int = 0) -> float:
     """Estimated microseconds, as measured on an H200: of steps, of the epilogue, and of the sums that blocks send or
     leave. A hot GPU takes up to a tenth more, and up to 14 % more with splits."""
     width, cluster, transposed, splits, whole = chosen
     steps, tiles = blocks(depth, DEPTH), batches * _tiles(chosen, rows, columns)
     sent = ROWS * width * 4 * (cluster - 1) / cluster
-    finish = (1.6 if low_out else 2.5 if transposed and cluster == 1 else 2.7) * width / 256 + sent / 14e3
+    finish = (1.6 if low_out else 2.5 if transposed and cluster == 1 else 2.7) * max(width, 128) / 256 + sent / 14e3
 
     def waves(tiles: int, steps: int) -> float:
         return math.ceil(tiles / sm90.at_once(cluster)) * (steps * STEPS[width] + finish)
@@ -217,13 +226,13 @@ def time(chosen: Plan, rows: int, columns: int, depth: int, low_out: bool, batch
     first = whole * blocks(rows if transposed else columns, width)
     parts = (tiles - first) * splits
     products = waves(first, steps) + waves(parts, blocks(steps, splits))
-    loads = 2 * depth * (rows + columns) / 3.6e6
+    loads = 2 * (depth * rows + (images or depth * columns)) / 3.6e6
     # Products and loads overlap: the longer counts, and up to 1.19 times that where they are alike. 5: up to three
     # launches. 3.6e6, 2.2e6: bytes in a microsecond, of operands that are read, and of parts, written and read.
     return 5 + (products**4 + loads**4) ** 0.25 + parts * ROWS * width * 4 / 2.2e6
 
 
-plan = Planner("gemm_sm90", plans, time, version=2)  # 1: no splits
+plan = Planner("gemm_sm90", plans, time, version=3)  # 1: no splits, 2: no tiles of 64 columns
 
 
 def _tiles(chosen: Plan, rows: int, columns: int) -> int:
@@ -245,23 +254,24 @@ def multiply(a: Array, b: Array, out: Array, epilogue: Epilogue, a_mn: bool, b_m
 
     windows: makes it a convolution of images a (I, H, W, depth). Then out and addend are images of N channels, with a
     pixel for each window. b is (R, S, N, depth), or with `b_mn` (R, S, depth, N) with taps in reverse order, rotated by
-    180°. All but a may have any strides.
+    180°. All but a may have any strides. With `a_mn` and a transposed plan it is the gradient of the weights: b is the
+    images (I, H, W, C), the depth their windows, and out float32 (1, M, R · S · C).
 
     parts: of the depth, of one pair of matrices and without clusters. A float32 out (parts, M, N) receives the product
     of each. Where the plan has splits, the sum of the parts is deferred like `add_parts`.
     """
     if plan.splits > 1:
-        return _multiply_split(a, b, out, a_mn, b_mn, add, plan)
+        return _multiply_split(a, b, out, a_mn, b_mn, add, plan, windows)
     (*lengths, rows, first_columns), split = out.shape, a.shape[1 if a_mn else -1]
-    batches = 1
-    if windows is None:
-        batches = lengths[0] // parts
-    else:
-        rows *= math.prod(lengths)
-    columns = first_columns if out2 is None else first_columns + out2.shape[-1]
+    columns = across = first_columns if out2 is None else first_columns + out2.shape[-1]
+    batches = lengths[0] // parts
+    if windows is not None and a_mn:
+        across = whole_channels(windows.taps, b.shape[-1])
+    elif windows is not None:
+        batches, rows = 1, rows * math.prod(lengths)
     depth = split if a2 is None else split + a2.shape[-1]
     width, cluster, transposed, *_ = plan
-    tiles = _tiles(plan, rows, columns) * batches * parts
+    tiles = _tiles(plan, rows, across) * batches * parts
     if transposed:
         a, b, a_mn, b_mn, rows, columns = b, a, b_mn, a_mn, columns, rows
     low_out = out.dtype != float32
@@ -274,7 +284,7 @@ def multiply(a: Array, b: Array, out: Array, epilogue: Epilogue, a_mn: bool, b_m
 
     def source(array: Array) -> bytes:
         if windows is not None:
-            return windows_map(array, windows, ROWS)
+            return windows_map(array, windows, 64 if a_mn else ROWS)
         return tensor_map(array, (1, DEPTH, 64) if a_mn else (1, ROWS, DEPTH))
 
     def result(array: Array) -> bytes:
@@ -300,8 +310,15 @@ def multiply(a: Array, b: Array, out: Array, epilogue: Epilogue, a_mn: bool, b_m
     )
 
 
-def _multiply_split(a: Array, b: Array, out: Array, a_mn: bool, b_mn: bool, add: bool, plan: Plan) -> None:
-    """`multiply` of one matrix with splits: first the rows of tiles that are whole, then the parts of the rest."""
+def whole_channels(taps: tuple[int, int], channels: int) -> int:
+    """Columns of a weight's gradient, with the channels of each tap rounded up to whole columns of 64."""
+    return math.prod(taps) * blocks(channels, 64) * 64
+
+
+def _multiply_split(a: Array, b: Array, out: Array, a_mn: bool, b_mn: bool, add: bool, plan: Plan,
+                    windows: Windows | None) -> None:
+    """`multiply` of one matrix with splits: first the rows of tiles that are whole, then the parts of the rest. Of
+    windows none are whole."""
     first, alone = plan.whole * ROWS, plan._replace(splits=1, whole=0)
 
     def of_rows(rows: slice) -> tuple[Array, Array, Array]:
@@ -313,7 +330,7 @@ def _multiply_split(a: Array, b: Array, out: Array, a_mn: bool, b_mn: bool, add:
         multiply(*of_rows(slice(first)), Epilogue(), a_mn, b_mn, add, alone)
     a, b, rest = of_rows(slice(first, None))
     parts = empty((plan.splits, *rest.shape[1:]), float32)
-    multiply(a, b, parts, Epilogue(), a_mn, b_mn, False, alone, parts=plan.splits)
+    multiply(a, b, parts, Epilogue(), a_mn, b_mn, False, alone, windows=windows, parts=plan.splits)
     add_parts(parts, rest[0], add)
 
 
