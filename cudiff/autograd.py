@@ -14,7 +14,8 @@ from cudiff.cuda.accumulate import add_into
 from cudiff.cuda.deferred import Queue, deferred
 from cudiff.function import Node, fitting_gradients, nodes_below
 from cudiff.gradient import Slot, State
-from cudiff.precision import allow_tf32, set_tf32, tf32_allowed
+from cudiff.mode import mode
+from cudiff.precision import allow_tf32
 from cudiff.recompute import Recomputed, record_again
 from cudiff.statistics import ChannelStatistics
 from cudiff.tensor import Tensor, now
@@ -80,7 +81,7 @@ def walk_back(root: Tensor, grad: Array, wanted: Callable[[Tensor], bool] | None
         return
     first = _Gradient()
     first.add(grad, True, None)
-    with deferred() as queue, allow_tf32(tf32_allowed()):  # on the CPU nothing is deferred
+    with deferred() as queue, allow_tf32(mode.tf32):  # on the CPU nothing is deferred
         _Walk(wanted, since, queue).down(root._source, first, since, _watch.begin)
 
 
@@ -111,7 +112,7 @@ class _Walk:
             if node.ctx is None:
                 raise RuntimeError("backward() ran through this part of the tape already: run the forward again")
             if any([one.array is not None for one in gradients]):
-                set_tf32(node.ctx.tf32)
+                mode.tf32 = node.ctx.tf32
                 for constant in node.constants:
                     constant.require_unchanged(recorded or node.index)
                 if node.function is Recomputed:
@@ -125,16 +126,19 @@ class _Walk:
             if after is not None:
                 after(position, self.queue)
 
-    def targets(self, node: Node, recorded: int) -> list[Tensor | _Gradient | None]:
-        """For each input what its gradient is added to: a leaf or a _Gradient, or None if no gradient is wanted."""
-        found: list[Tensor | _Gradient | None] = []
-        for source in node.inputs:
-            if isinstance(source, tuple):
-                found.append(self.gradients[source[0].index][source[1]] if source[0].index > self.since else None)
-            elif source is None or not source.wants_gradient(recorded):
-                found.append(None)
-            else:
-                found.append(source if self.wanted is None or self.wanted(source) else None)
+    def targets(self, node: Node, recorded: int) -> dict[int, Tensor | _Gradient]:
+        """For each input i of which a gradient is wanted what that is added to: a leaf or a _Gradient."""
+        found: dict[int, Tensor | _Gradient] = {}
+        for i in node.likes:
+            source: Any = node.inputs[i]
+            if type(source) is tuple:
+                if source[0].index > self.since:
+                    found[i] = self.gradients[source[0].index][source[1]]
+                continue
+            if source._updated > recorded:
+                source.require_unchanged(recorded)
+            if source.requires_grad and (self.wanted is None or self.wanted(source)):
+                found[i] = source
         return found
 
 
@@ -209,8 +213,7 @@ def accumulate(total: Array, term: Array) -> None:
         add_into(total, term)
 
 
-def _run_backward(node: Node, gradients: list[_Gradient], targets: list[Tensor | _Gradient | None],
-                  queue: Queue) -> None:
+def _run_backward(node: Node, gradients: list[_Gradient], targets: dict[int, Tensor | _Gradient], queue: Queue) -> None:
     """Run the node's backward on the gradients of its outputs, and add the results to `targets`."""
     fresh = node.function.fresh
     douts = [one.array if fresh else one.own() for one in gradients]
@@ -229,8 +232,9 @@ def _run_backward(node: Node, gradients: list[_Gradient], targets: list[Tensor |
         results = node.function.backward_numpy(node.ctx, *douts, needs=node.needs, into=arrays)
     results = fitting_gradients(node, results, type(first), device, queue.before_read)
     terms: list[tuple[int, Tensor | _Gradient]] = []
-    for i, (result, target, slot) in enumerate(zip(results, targets, into, strict=True)):
-        if result is None or target is None:
+    for i, target in targets.items():
+        result, slot = results[i], into[i]
+        if result is None:
             continue
         if slot is None or result is not slot.whole:  # one more term; `slot.whole` is the sum of all terms
             terms.append((i, target))
@@ -256,15 +260,14 @@ def _add_terms(node: Node, terms: list[tuple[int, Tensor | _Gradient]], results:
     """Add result i to its target, for each (i, target) of `terms`. A result that is one of `douts` becomes the target's
     pending term if possible. shared_ids: the ids of aliased arrays."""
     # The array that owns each result's memory: two results with one owner may overlap.
-    owners = [None if x is None or like is None else id(x if x.base is None else x.base)
-              for x, like in zip(results, node.likes, strict=True)]
+    owners = [id(x if x.base is None else x.base) for x in map(results.__getitem__, node.likes) if x is not None]
     for i, target in terms:
         result = results[i]
         if isinstance(result, np.generic):  # an in-place sum needs an array
             result = np.asarray(result)
         shared = (
             not node.function.fresh or result.base is not None or id(result) in shared_ids
-            or owners.count(owners[i]) > 1
+            or owners.count(id(result)) > 1  # it has no base
         )
         if isinstance(target, Tensor):
             if target._grad is not None or shared:
@@ -288,24 +291,24 @@ def _add_terms(node: Node, terms: list[tuple[int, Tensor | _Gradient]], results:
         target.add(result, shared, node.ctx.din_statistics.get(i))
 
 
-def _slots(node: Node, targets: list[Tensor | _Gradient | None], queue: Queue) -> list[Slot | None]:
+def _slots(node: Node, targets: dict[int, Tensor | _Gradient], queue: Queue) -> list[Slot | None]:
     """For each input the Slot with its gradient so far, or None if the backward is to make a new array."""
-    into: list[Slot | None] = []
-    ids = list(map(id, targets))
-    for i, target in enumerate(targets):
-        if target is None:
-            into.append(None)
-        elif (before := ids.index(ids[i])) < i:  # the same tensor is an input twice
+    into: list[Slot | None] = [None] * len(node.needs)
+    ids = list(map(id, targets.values()))
+    first: dict[int, int] = {}
+    for i, target in targets.items():
+        before = first.setdefault(id(target), i)
+        if before < i:  # the same tensor is an input twice
             slot = into[before]
-            into.append(slot if slot is not None and slot.state is State.HOLDS else None)
+            into[i] = slot if slot is not None and slot.state is State.HOLDS else None
         elif isinstance(target, Tensor):
-            if not target._grad_empty:
-                queue.before_write(target._grad)
-            state = State.EMPTY if target._grad_empty else State.HOLDS
-            into.append(None if target._grad is None else Slot(target._grad, state))
-        else:
+            if target._grad is not None:
+                if not target._grad_empty:
+                    queue.before_write(target._grad)
+                into[i] = Slot(target._grad, State.EMPTY if target._grad_empty else State.HOLDS)
+        elif target.array is not None:
             elsewhere = i in node.function.adds_elsewhere
-            into.append(_slot(target, elsewhere, elsewhere and ids.count(ids[i]) == 1, queue))
+            into[i] = _slot(target, elsewhere, elsewhere and ids.count(id(target)) == 1, queue)
     return into
 
 
@@ -317,7 +320,7 @@ def _slot(target: _Gradient, adds_elsewhere: bool, alone: bool, queue: Queue) ->
     """
     if target.pending is not None and not alone:
         target.settle(queue)
-    if target.array is None or target.shared:
+    if target.shared:
         return None
     if adds_elsewhere and (target.pending is not None or queue.is_read(target.array)):
         queue.before_read(target.array)

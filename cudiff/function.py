@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 from cudiff.backend import Array, compute_dtype, device_of, float32, float64, is_array, is_float
-from cudiff.precision import tf32_allowed
+from cudiff.mode import mode
 from cudiff.statistics import ChannelStatistics
-from cudiff.tensor import Tensor, grad_enabled, gradient_depth, now
+from cudiff.tensor import Tensor, now
 
 _readers: list[list[weakref.ref[Tensor]]] = []
 """Lists that get what operations read, of all threads: see `reads_noted`."""
@@ -33,16 +33,16 @@ def reads_noted() -> Iterator[list[weakref.ref[Tensor]]]:
 class Context:
     """What a Function's forward leaves for its backward."""
 
+    out_statistics: ChannelStatistics | None = None  # of the first output; forward sets them
+    dout_statistics: ChannelStatistics | None = None  # of the first dout, if the backward that computed it left any
+    saved: tuple[Array | None, ...] = ()
+
     def __init__(self, needs: tuple[bool, ...], statistics: tuple[ChannelStatistics | None, ...]):
         self.needs = needs  # which inputs want a gradient; all False while nothing is recorded
         self.statistics = statistics  # of the inputs
-        self.out_statistics: ChannelStatistics | None = None  # of the first output; forward sets them
-        # dout_statistics: of the first dout, if the backward that computed it left any. din_statistics[i]: of input i's
-        # whole gradient, earlier terms included; backward sets them.
-        self.dout_statistics: ChannelStatistics | None = None
+        # Of input i's whole gradient at i, earlier terms included; backward sets them.
         self.din_statistics: dict[int, ChannelStatistics | None] = {}
-        self.saved: tuple[Array | None, ...] = ()
-        self.tf32 = tf32_allowed()  # backward uses forward's setting
+        self.tf32 = mode.tf32  # backward uses forward's setting
 
     @property
     def dout_sums(self) -> Array | None:
@@ -98,7 +98,7 @@ class Function:
     def operand_dtype(cls, inputs: Sequence[Tensor | None], attrs: dict[str, Any]) -> np.dtype:
         """The dtype to compute in, by default the first input's. A Parameter may pass a copy in this dtype."""
         first, *_ = [t for t in inputs if t is not None]
-        return first.dtype
+        return first._data.dtype
 
     @classmethod
     def apply(cls, *inputs: Tensor | Array | None, **attrs: Any) -> Any:
@@ -106,36 +106,39 @@ class Function:
         if not all([x is None or isinstance(x, Tensor) for x in inputs]):
             inputs = _wrapped(cls.__name__, inputs)
         device, kind = _common_device(cls.__name__, inputs)
-        if cls.compose is not None and (device == "cpu" or gradient_depth() > 1):
+        if cls.compose is not None and (device == "cpu" or mode.depth > 1):
             return cls.compose(*inputs, **attrs)
-        dtype, recording = cls.operand_dtype(inputs, attrs), cls.differentiable and grad_enabled()
-        arrays, needs, statistics = [], [], []
-        for t in inputs:
-            arrays.append(None if t is None else t._data if type(t) is Tensor else t.operand(dtype))
-            needs.append(t is not None and recording and t.requires_grad)
-            statistics.append(None if t is None else t.statistics)
+        dtype, recording = cls.operand_dtype(inputs, attrs), cls.differentiable and mode.grad
+        arrays: list[Any] = [None] * len(inputs)
+        needs, statistics = [False] * len(inputs), list(arrays)
+        for i, t in enumerate(inputs):
+            if t is not None:
+                arrays[i] = t._data if type(t) is Tensor else t.operand(dtype)
+                needs[i], statistics[i] = recording and t.requires_grad, t.statistics
         for reader in _readers:
             reader += [weakref.ref(t) for t in inputs if type(t) is Tensor]
         ctx = Context(tuple(needs), tuple(statistics))
         forward = cls.forward_cuda if device == "cuda" else cls.forward_numpy  # type: ignore[attr-defined]
-        results = forward(ctx, *arrays, **attrs)
+        results: Any = forward(ctx, *arrays, **attrs)
         several = isinstance(results, tuple)
+        outs: list[Tensor] = []
         for result in results or (None,) if several else (results,):
             if type(result) is not kind and not _lies_on(device, result):
                 raise TypeError(
                     f"{cls.__name__}'s forward returned {described(result)}: return an array on {device}, or a tuple "
                     f"of arrays"
                 )
-        outs = tuple([Tensor(result) for result in (results if several else (results,))])
+            as_it_is = cls.own and type(result) is kind and result.flags.c_contiguous  # type: ignore[union-attr]
+            outs.append(Tensor._of(result) if as_it_is else Tensor(result))
         outs[0].statistics = ctx.out_statistics
         if cls.shares_memory and inputs[0] is not None and outs[0].data.base is not None:
             outs[0]._parameter = inputs[0].parameter  # type: ignore[union-attr]
-        if any(needs):
-            node = Node(cls, ctx, inputs, arrays, len(outs), (inputs, attrs) if gradient_depth() > 1 else None)
+        if True in needs:
+            node = Node(cls, ctx, inputs, arrays, len(outs), (inputs, attrs) if mode.depth > 1 else None)
             for i, out in enumerate(outs):
                 if is_float(out._data.dtype):
                     out.requires_grad, out._source = True, (node, i)
-        return outs if several else outs[0]
+        return tuple(outs) if several else outs[0]
 
 
 def described(result: Any) -> str:
@@ -170,7 +173,7 @@ def _wrapped(name: str, inputs: Sequence[Any]) -> tuple[Tensor | None, ...]:
     )
 
 
-def _common_device(name: str, inputs: Sequence[Tensor | None]) -> tuple[str, type | None]:
+def _common_device(name: str, inputs: Sequence[Tensor | None]) -> tuple[str, Any]:
     """The device that all inputs are on, and the type of the last one's array. Raises ValueError where they are on
     different devices, TypeError where there is no tensor."""
     kind = device = None
@@ -196,19 +199,21 @@ class Node:
         self.ctx: Any = ctx  # a Context, None once backward has run
         self.call: Any = call  # (inputs, attributes), for a gradient that is itself recorded: see cudiff.differentiate
         self.index = now()
-        # The parameters among the other inputs, such as frozen ones, or of which these are views: backward reads their
-        # arrays too.
-        others = [t if type(t) is not Tensor else t._parameter
-                  for t, need in zip(inputs, ctx.needs, strict=True) if t is not None and not need]
-        self.constants = [t for t in others if t is not None]
-        # The shape and dtype of each wanted gradient. The arrays themselves are not kept, so that they can be freed.
-        self.likes = [(a.shape, a.dtype) if need and a is not None else None
-                      for a, need in zip(arrays, ctx.needs, strict=True)]
-        # An input that another node made is kept as (node, which of its outputs), so that its array can be freed.
-        self.inputs = [
-            (t if t._source is None else t._source) if need and t is not None else None
-            for t, need in zip(inputs, ctx.needs, strict=True)
-        ]
+        # inputs: what made each that wants a gradient, (node, which of its outputs), or the leaf itself; else None.
+        # likes: for each i of these the shape and dtype of the gradient. Neither keeps the arrays, which can be freed.
+        # constants: the parameters among the other inputs, such as frozen ones, or of which these are views: backward
+        # reads their arrays too.
+        self.inputs: list[Tensor | tuple[Node, int] | None] = [None] * len(arrays)
+        self.likes: dict[int, tuple[tuple[int, ...], np.dtype]] = {}
+        self.constants: list[Tensor] = []
+        for i, t in enumerate(inputs):
+            if t is None:
+                continue
+            if ctx.needs[i]:
+                self.inputs[i] = t if t._source is None else t._source
+                self.likes[i] = arrays[i].shape, arrays[i].dtype  # type: ignore[union-attr]
+            elif (constant := t._parameter if type(t) is Tensor else t) is not None:
+                self.constants.append(constant)
 
 
 def nodes_below(root: Node, since: int = -1) -> list[Node]:
@@ -235,12 +240,12 @@ def fitting_gradients(node: Node, results: Any, kind: type, device: str, before_
         raise TypeError(
             f"{name}'s backward returned {described(results)}: return a tuple, with a gradient (or None) for each input"
         )
-    if len(results) != len(node.likes):
-        raise ValueError(f"{name}'s backward returned {len(results)} gradients for {len(node.likes)} inputs")
-    for i, (result, like) in enumerate(zip(results, node.likes, strict=True)):
-        if result is None or like is None:
+    if len(results) != len(node.needs):
+        raise ValueError(f"{name}'s backward returned {len(results)} gradients for {len(node.needs)} inputs")
+    for i, (shape, dtype) in node.likes.items():
+        result = results[i]
+        if result is None:
             continue
-        shape, dtype = like
         if type(result) is not kind and not _lies_on(device, result):
             raise TypeError(
                 f"{name}'s backward returned {described(result)} for {_input(node, i)}: return an array on {device}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,16 +23,16 @@ from cudiff.backend import (
     is_low,
     to_device,
 )
+from cudiff.mode import mode
 from cudiff.statistics import ChannelStatistics
 from cudiff.values import flag
 
-_mode = threading.local()
 _node_index = itertools.count()
 
 
 def grad_enabled() -> bool:
     """Whether operations are being recorded on the tape in this thread."""
-    return getattr(_mode, "grad", True)
+    return mode.grad
 
 
 def now() -> int:
@@ -45,28 +44,27 @@ def now() -> int:
 def no_grad() -> Iterator[None]:
     """Record nothing on the tape inside the block; also usable as a decorator, but not of a generator, whose body runs
     later."""
-    before = grad_enabled()
-    _mode.grad = False
+    before, mode.grad = mode.grad, False
     try:
         yield
     finally:
-        _mode.grad = before
+        mode.grad = before
 
 
 def gradient_depth() -> int:
     """How many times what this thread runs now will be differentiated (see cudiff.differentiate)."""
-    return getattr(_mode, "depth", 0)
+    return mode.depth
 
 
 @contextlib.contextmanager
 def differentiated(times: int) -> Iterator[None]:
     """Inside the block, operations are recorded, and `gradient_depth` is greater by `times`."""
-    before = grad_enabled(), gradient_depth()
-    _mode.grad, _mode.depth = True, before[1] + times
+    before = mode.grad, mode.depth
+    mode.grad, mode.depth = True, before[1] + times
     try:
         yield
     finally:
-        _mode.grad, _mode.depth = before
+        mode.grad, mode.depth = before
 
 
 class Tensor:
@@ -94,6 +92,8 @@ class Tensor:
 
     __slots__ = ("__weakref__", "_data", "_grad", "_grad_empty", "_parameter", "_source", "requires_grad", "statistics")
 
+    _updated = -1  # when a Parameter was, see `now`
+
     def __init__(self, data: Any, requires_grad: bool = False, dtype: Any = None, device: str | None = None):
         if isinstance(data, Tensor):
             data = data.data
@@ -109,6 +109,14 @@ class Tensor:
         self.statistics: ChannelStatistics | None = None
         self._source: tuple[Any, int] | None = None  # the Node that made it, and which of its outputs
         self._parameter: Tensor | None = None  # whose memory it shares
+
+    @staticmethod
+    def _of(array: Array) -> Tensor:
+        """A tensor of an array that one may hold as it is, with nothing looked at: for what an operation made."""
+        out = Tensor.__new__(Tensor)
+        out._data, out.requires_grad, out._grad_empty = array, False, False
+        out._grad = out.statistics = out._source = out._parameter = None
+        return out
 
     @property
     def data(self) -> Array:
@@ -220,10 +228,6 @@ class Tensor:
     def parameter(self) -> Tensor | None:
         """The Parameter whose memory this is: itself, or for a view of one that; else None."""
         return self._parameter if type(self) is Tensor else self
-
-    def wants_gradient(self, recorded: int) -> bool:
-        """Whether backward adds to this leaf's `.grad`. recorded: the index of the node whose forward read the leaf."""
-        return self.requires_grad
 
     def require_unchanged(self, recorded: int) -> None:
         """Raise RuntimeError where a Parameter was updated after the node `recorded` had read it."""

@@ -257,11 +257,8 @@ class Host(ModuleType):
         return run
 
 
-_MAP = np.dtype([("words", np.uint64, 16)])
-
-
 def encode(pointer: int, kind: int, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...],
-           swizzle: int, windows: tensor_map.Windows | None = None) -> np.ndarray:
+           swizzle: int, windows: tensor_map.Windows | None = None) -> bytes:
     """Stands for the driver's making of a tensor map: in its words is what it was asked for, see `decode`."""
     assert pointer % 16 == 0 and len(shape) == (4 if windows else len(box)) == len(strides) + 1 <= 5
     assert all(0 < size < 2**32 for size in shape) and all(stride % 16 == 0 for stride in strides), (shape, strides)
@@ -273,7 +270,7 @@ def encode(pointer: int, kind: int, shape: tuple[int, ...], strides: tuple[int, 
         sizes = *box, *(corner + 128 for corner in corners), *windows.step
     words = [MAP << 56 | len(sizes) << 20 | len(shape) << 16 | kind << 8 | swizzle, pointer, *shape, *strides]
     words += [sum(size << 10 * axis for axis, size in enumerate(part)) for part in (sizes[:6], sizes[6:])]
-    return np.array([(words + [0] * (16 - len(words)),)], _MAP)
+    return struct.pack("=16Q", *words, *[0] * (16 - len(words)))
 
 
 class Map(NamedTuple):
@@ -325,11 +322,11 @@ def pretend(monkeypatch: Any, hopper: bool, turing: bool = False, kind: type[Hos
         "exchange_workspace": host.exchange_workspace,
         "device_of": lambda array: "cuda" if isinstance(array, Array) else "cpu",
         "array_module": lambda device: host if device == "cuda" else np,
+        "map_at": functools.cache(encode),
     }
     for loaded in loaded_modules():
         for attribute, stand_in in stand_ins.items():
             if hasattr(loaded, attribute):
                 monkeypatch.setattr(loaded, attribute, stand_in)
     monkeypatch.setattr(launch, "kernel", host.kernel)
-    monkeypatch.setattr(tensor_map, "_encode", functools.cache(encode))
     return host

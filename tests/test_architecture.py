@@ -31,7 +31,7 @@ LAYERS = [
     {"function", "cuda", "distributed"},
     {"tensor"},
     {"as_array", "gradient", "show", "statistics"},
-    {"backend", "threads", "memory", "precision"},
+    {"backend", "threads", "memory", "precision", "mode"},
     {"values", "files", "classes"},
     {"errors", "signals"},
 ]

@@ -24,8 +24,8 @@ from cudiff import ops
 from cudiff.backend import bfloat16
 from cudiff.config import PRESETS
 from cudiff.cuda.kernels.convolution import few_channels, portable, sm90, wgrad_sm90
-from cudiff.cuda.kernels.convolution.problem import DGRAD, FPROP, WGRAD, Image, Operands, Problem, Skip, Weight
-from cudiff.cuda.kernels.gemm import matmul, product
+from cudiff.cuda.kernels.convolution.problem import DGRAD, FPROP, WGRAD, Operands, Skip, problem_of
+from cudiff.cuda.kernels.gemm import matmul
 from cudiff.data.dataset import Dataset
 from cudiff.models import build
 from cudiff.models.cnn import CNN
@@ -330,59 +330,39 @@ def test_rows_stand_before_pytorch_is_asked_and_after_each_answer(monkeypatch, t
 CONVOLUTION = 2 * 4 * 32 * 32 * 64 * 128 * 9  # operations of 4 images of 32 x 32 pixels, 64 channels to 128
 
 
-@pytest.fixture
-def launched(monkeypatch):
-    """What the operations would launch, given NumPy arrays: (stem, name, grid, args, constants)."""
-    found = []
+def test_the_profile_counts_the_operations_of_convolutions(host_of):
+    host, launched = host_of(True), []
+    host.watch = launched.append
 
-    def launch(stem, name, grid, block, args, shared=0, cooperative=False, **constants):
-        found.append((stem, name, grid if isinstance(grid, tuple) else (grid,), args, constants))
-
-    for module in (sm90, wgrad_sm90, few_channels, product):
-        monkeypatch.setattr(module, "launch", launch)
-        monkeypatch.setattr(module, "empty", np.empty, raising=False)
-        monkeypatch.setattr(module, "address", lambda array: 0, raising=False)
-        monkeypatch.setattr(module, "add_parts", lambda *args: None, raising=False)
-    maps = np.zeros(1, np.dtype([("words", np.uint64, 16)]))
-    for module in (sm90, wgrad_sm90):
-        monkeypatch.setattr(module, "tensor_map", lambda *args, **kwargs: maps)
-    for module in (portable, matmul):
-        monkeypatch.setattr(module, "aligned", lambda *args: True)
-        monkeypatch.setattr(module, "empty", np.empty, raising=False)
-    return found
-
-
-def test_the_profile_counts_the_operations_of_convolutions(launched):
     def bf16(*shape):
-        return np.zeros(shape, bfloat16)
+        return host.empty(shape, bfloat16)
+
+    def counts():
+        found = [flops_of(launch.stem, launch.name, launch.grid, launch.args, launch.constants) for launch in launched]
+        launched.clear()
+        return [count for count in found if count]
 
     def run(module, direction, *operands, skip=None):
         given = Operands(*operands, skip=skip)
-        image, result = (Image(array.shape, array.dtype) for array in (given.x, given.out))
-        problem = Problem(direction, image, Weight(given.weight.shape), result, padding=(1, 1))
+        problem = problem_of(direction, given, (1, 1), (1, 1))
         module.run(given, module.offer(problem), problem)
 
     x, weight, dout = bf16(4, 32, 32, 64), bf16(128, 3, 3, 64), bf16(4, 32, 32, 128)
-    dweight = np.zeros(weight.shape, np.float32)
+    dweight = host.zeros(weight.shape, np.float32)
     run(sm90, FPROP, x, weight, dout)
     run(sm90, DGRAD, dout, weight, x)
     run(wgrad_sm90, WGRAD, x, dweight, dout)
     wgrad_sm90.wgrad_tf32(x, dout, dweight, add=False)
     for direction, a, out in ((FPROP, x, dout), (DGRAD, dout, x), (WGRAD, x, dout)):
         run(portable, direction, a, weight, out)
-    counted = [flops_of(stem, name, grid, args, constants) for stem, name, grid, args, constants in launched]
-    assert [count for count in counted if count] == [CONVOLUTION] * 7
-    launched.clear()
+    assert counts() == [CONVOLUTION] * 7
     skip = Skip(bf16(4, 32, 32, 64), bf16(4, 32, 32, 40), bf16(128, 1, 1, 104), None)
     run(sm90, FPROP, x, weight, dout, skip=skip)
-    ((stem, name, grid, args, constants),) = launched
-    assert flops_of(stem, name, grid, args, constants) == CONVOLUTION + 2 * 4 * 32 * 32 * 104 * 128
-    launched.clear()
+    assert counts() == [CONVOLUTION + 2 * 4 * 32 * 32 * 104 * 128]
     run(few_channels, FPROP, bf16(2, 16, 16, 3), bf16(64, 3, 3, 3), bf16(2, 16, 16, 64))
     run(few_channels, FPROP, bf16(2, 16, 16, 64), bf16(3, 3, 3, 64), bf16(2, 16, 16, 3))
     matmul.multiply(bf16(6, 20, 72), bf16(6, 72, 40), bf16(6, 20, 40))
-    assert [flops_of(stem, name, grid, args, constants) for stem, name, grid, args, constants in launched if
-            stem != "gemm"] == [2 * 2 * 256 * 27 * 64] * 2 + [2 * 6 * 20 * 72 * 40]
+    assert counts() == [2 * 2 * 256 * 27 * 64] * 2 + [2 * 6 * 20 * 72 * 40]
 
 
 def test_the_profile_counts_the_operations_of_linear_layers_and_attention(host_of):

@@ -75,7 +75,8 @@ def test_tables_are_told_by_their_arrays_and_a_digest_of_the_rest(host):
     assert trace._argument(low) == "{1 2,8,64 1,8,32 7.3}" and trace._argument(low) == "{1}"
     assert trace._argument(tensor_map(x[:, ::2], (1, 4, 32))) == "{1 2,4,64/2048,512 1,4,32 11.3}"
     row = np.dtype([("map", "u8", 16), ("place", "u8"), ("count", "i4", 2)])
-    tables = [np.array([(plain["words"][0], x[1].data.ptr, (count, 0))], row) for count in (5, 5, 6)]
+    words = np.frombuffer(plain, np.uint64)
+    tables = [np.array([(words, x[1].data.ptr, (count, 0))], row) for count in (5, 5, 6)]
     first, again, other = (Trace(NO_NAMES)._argument(table) for table in tables)
     assert first == again != other
     assert first.startswith("({1=f32[2,8,64] 2,8,64 1,8,32 11.3} 1+2048 #")

@@ -145,8 +145,8 @@ class Trace:
             return "-"
         if isinstance(arg, Array):
             return self._place(arg.data.ptr)
-        if type(arg) is np.ndarray:
-            return self._table(arg.tobytes())
+        if type(arg) in (bytes, np.ndarray):
+            return self._table(bytes(arg))
         value = arg.item() if isinstance(arg, np.generic) else arg
         return f"{value:.9g}" if isinstance(value, float) else str(int(value))
 

@@ -74,13 +74,15 @@ def pack(args: Sequence[Any]) -> tuple[list[Kind], list[Any]]:
     """The kind of each argument, and the value that the kernel gets for it.
 
     A Python int becomes an int32, a float a float32, None a null pointer. NumPy scalars keep their type. A CuPy array
-    passes its address, a NumPy array (a table, a tensor map) all its bytes.
+    passes its address, bytes (a tensor map) and a NumPy array (a table) all their bytes.
     """
     kinds, values = [], []
     for arg in args:
         kind: Kind = type(arg)
         if kind not in _PACKED:
-            if type(arg) is np.ndarray:
+            if kind is bytes:
+                kind = len(arg)
+            elif kind is np.ndarray:
                 arg = arg.tobytes()
                 kind = len(arg)
             else:
@@ -194,6 +196,27 @@ def kernel(stem: str, name: str, **constants: Any) -> Callable[..., None]:
         function = compiler.load(stem, named, call).get_function(name)
         found = _kernels[key] = Kernel(function, declared.signature(name, named))
     return found
+
+
+class Launch:
+    """Launches of `name` of `<stem>.cu` that differ only in their arguments, with all else as in `launch`: made once
+    for a problem, then called with the arguments."""
+
+    def __init__(self, stem: str, name: str, grid: tuple[int, ...], block: tuple[int, ...], shared: int = 0,
+                 cooperative: bool = False, **constants: Any):
+        self._stem, self._name, self._constants = stem, name, constants
+        self._grid, self._block, self._shared, self._cooperative = grid, block, shared, cooperative
+        self._loaded: dict[tuple, Kernel] = {}  # by device, and by what finds kernels: a profile puts its own in place
+
+    def __call__(self, *args: Any) -> None:
+        place = get_cupy().cuda.runtime.getDevice(), kernel
+        found: Any = self._loaded.get(place)
+        if found is None:
+            found = kernel(self._stem, self._name, **self._constants)
+            if isinstance(found, Kernel):  # not where kernels are compiled ahead
+                self._loaded[place] = found
+        _count.launches += 1
+        found(self._grid, self._block, args, self._shared, self._cooperative)
 
 
 def launch(stem: str, name: str, grid: Any, block: Any, args: Sequence[Any], shared: int = 0, cooperative: bool = False,

@@ -7,9 +7,8 @@ dozens of rows of partial sums that a larger kernel wrote.
 from __future__ import annotations
 
 import math
+import struct
 from typing import NamedTuple
-
-import numpy as np
 
 from cudiff.backend import Array, float32
 from cudiff.cuda.deferred import LaunchType, enqueue
@@ -20,11 +19,9 @@ MAX_BATCH = 64  # sums in one launch
 TERMS = 8  # rows that a thread adds at a time, the same number as in kernels/portable/accumulate.cu
 LANES = 128  # threads for a column, at most: with 128, the two threads of a row read 32 adjacent bytes
 PENDING_BYTES = 24 << 20  # of rows that pending sums read, at most: an H200 caches 50 MB
-_ROW_SUM = np.dtype(
-    [("source", "u8"), ("out", "u8")]
-    + [(name, "i4") for name in ("rows", "count", "width", "step", "columns", "pitch", "add", "lanes", "pack",
-                                 "first_block")]
-)
+_ROW_SUM = struct.Struct("=QQ10i")
+"""source, out, rows, count, width, step, columns, pitch, add, lanes, pack, first block: RowSum of accumulate.cu."""
+_NO_SUM = _ROW_SUM.pack(*[0] * 11, 2**31 - 1)
 
 
 def empty_statistics(kind: Kind, images: int, tiles: int, channels: int) -> ChannelStatistics:
@@ -63,15 +60,15 @@ def add_parts(parts: Array, out: Array, add: bool) -> None:
 
 
 def _launch(batch: list[_RowSum]) -> None:
-    table, grid = np.zeros(1, np.dtype([("jobs", _ROW_SUM, MAX_BATCH)])), 0
-    table["jobs"]["first_block"] = np.iinfo(np.int32).max
-    for i, (source, out, width, step, offset, add) in enumerate(batch):
+    table, grid = b"", 0
+    for source, out, width, step, offset, add in batch:
         rows, places = source.size // (out.size * step), (source.data.ptr + 4 * offset, out.data.ptr)
         columns, pitch = (out.size, 0) if out.flags.c_contiguous else (out.size // len(out), out.strides[0] // 4)
         whole = step == 1 and width % 4 == columns % 4 == pitch % 4 == 0 and math.gcd(*places) % 16 == 0
         pack, lanes = 4 if whole else 1, min(LANES, 1 << ((rows - 1) // TERMS).bit_length())
-        table["jobs"][0, i] = (*places, rows, out.size, width, step, columns, pitch, add, lanes, pack, grid)
+        table += _ROW_SUM.pack(*places, rows, out.size, width, step, columns, pitch, add, lanes, pack, grid)
         grid += -(-out.size // (256 // lanes * pack))
+    table += _NO_SUM * (MAX_BATCH - len(batch))
     launch("accumulate", "sum_rows", grid, 256, (table,), TOTAL=float32, TERM=float32)
 
 

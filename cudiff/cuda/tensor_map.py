@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +15,7 @@ from cudiff.errors import CudiffError
 
 _TYPES = {float16: 6, float32: 7, bfloat16: 9}  # CU_TENSOR_MAP_DATA_TYPE_FLOAT16, _FLOAT32 and _BFLOAT16
 _TFLOAT32 = 11
-_MAP = np.dtype([("words", np.uint64, 16)])
+BYTES = 128  # of a map
 _SWIZZLES = {32: 1, 64: 2, 128: 3}  # CU_TENSOR_MAP_SWIZZLE_32B, _64B and _128B
 _PROMOTION = 2  # CU_TENSOR_MAP_L2_PROMOTION_L2_128B. By 256 bytes, attention with heads of 72 channels took 9 % longer.
 
@@ -42,7 +43,7 @@ class Windows(NamedTuple):
 
 
 def tensor_map(array: Array, box: tuple[int, ...], operand: bool = True, twice: bool = False,
-               swizzled: bool = True) -> np.ndarray:
+               swizzled: bool = True) -> bytes:
     """The 128 bytes of a CUtensorMap for boxes of `box` elements of a CUDA array, to be passed to a kernel by value.
 
     array: float16, bfloat16 or float32, of up to 5 axes. The last one is contiguous; the address and the other strides
@@ -50,34 +51,45 @@ def tensor_map(array: Array, box: tuple[int, ...], operand: bool = True, twice: 
     whether float32 is rounded to tf32 by the copy. twice: the array gets an axis of length 2 and stride 0 before its
     last one, which repeats each line; the box has it too. Raises CudiffError if the driver refuses.
     """
-    kind = _TFLOAT32 if operand and array.dtype == float32 else _TYPES[array.dtype]
-    swizzle = _SWIZZLES[box[-1] * array.dtype.itemsize] if swizzled else 0
-    shape, strides = array.shape, _steps(array.shape, array.strides)
-    if twice:
-        shape, strides = (*shape[:-1], 2, shape[-1]), (*strides, 0)
-    return _encode(array.data.ptr, kind, shape, strides, box, swizzle)
+    return map_at(array.data.ptr, *form_of(array.shape, array.dtype, box, operand, twice, swizzled,
+                                            strides=array.strides))
 
 
-def two_maps(array: Array, box: tuple[int, ...], second: tuple[int, ...]) -> np.ndarray:
-    """The bytes of two maps of a 16-bit array as `tensor_map` makes them, one after the other: a struct of maps."""
-    return _two(array.data.ptr, _TYPES[array.dtype], array.shape, _steps(array.shape, array.strides), box, second)
+Form = tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...], int]
+"""All of a tensor map but the address: the driver's number of the type, shape, strides, box, the number of the swizzle.
+"""
 
 
 @functools.lru_cache(maxsize=4096)
-def _two(pointer: int, kind: int, shape: tuple[int, ...], strides: tuple[int, ...],
-         *boxes: tuple[int, ...]) -> np.ndarray:
-    return np.concatenate([_encode(pointer, kind, shape, strides, box, _SWIZZLES[2 * box[-1]]) for box in boxes])
+def form_of(shape: tuple[int, ...], dtype: np.dtype, box: tuple[int, ...], operand: bool = True, twice: bool = False,
+            swizzled: bool = True, *, strides: tuple[int, ...]) -> Form:
+    """That of `tensor_map` of an array of this shape, dtype and these strides."""
+    steps = _steps(shape, strides)
+    if twice:
+        shape, steps = (*shape[:-1], 2, shape[-1]), (*steps, 0)
+    kind = _TFLOAT32 if operand and dtype == float32 else _TYPES[dtype]
+    return kind, shape, steps, box, _SWIZZLES[box[-1] * dtype.itemsize] if swizzled else 0
 
 
-def windows_map(images: Array, windows: Windows, at_once: int) -> np.ndarray:
+def two_maps(array: Array, box: tuple[int, ...], second: tuple[int, ...]) -> bytes:
+    """The bytes of two maps of a 16-bit array as `tensor_map` makes them, one after the other: a struct of maps."""
+    return _two(array.data.ptr, array.shape, array.dtype, array.strides, box, second)
+
+
+@functools.lru_cache(maxsize=4096)
+def _two(pointer: int, shape: tuple[int, ...], dtype: np.dtype, strides: tuple[int, ...],
+         *boxes: tuple[int, ...]) -> bytes:
+    return b"".join([map_at(pointer, *form_of(shape, dtype, box, strides=strides)) for box in boxes])
+
+
+def windows_map(images: Array, windows: Windows, at_once: int) -> bytes:
     """An "im2col" CUtensorMap, for boxes of 64 channels of one tap of `at_once` windows. images: CUDA (N, H, W, C) of
     16 bits, whose pixels may have any strides that are multiples of 16 bytes."""
-    return _encode(images.data.ptr, _TYPES[images.dtype], images.shape, _steps(images.shape, images.strides),
-                   (at_once, 128 // images.dtype.itemsize), _SWIZZLES[128], windows)
+    box = at_once, 128 // images.dtype.itemsize
+    return map_at(images.data.ptr, *form_of(images.shape, images.dtype, box, strides=images.strides), windows)
 
 
-@functools.lru_cache(maxsize=4096)
-def _steps(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
+def _steps(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
     """The strides of all axes but the last, as the driver takes them. That of an axis of one element may be anything,
     even negative after a flip, because nothing is one step along: it becomes a multiple of 16 bytes."""
     return tuple([max(0, stride) // 16 * 16 if size == 1 else stride
@@ -85,8 +97,9 @@ def _steps(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _encode(pointer: int, kind: int, shape: tuple[int, ...], strides: tuple[int, ...],
-            box: tuple[int, ...], swizzle: int, windows: Windows | None = None) -> np.ndarray:
+def map_at(pointer: int, kind: int, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...],
+           swizzle: int, windows: Windows | None = None) -> bytes:
+    """The map of a `Form`, and of windows, of the array at an address."""
     rank = len(shape)
 
     def reversed_array(of: Any, values: tuple[int, ...]) -> ctypes.Array:
@@ -111,5 +124,4 @@ def _encode(pointer: int, kind: int, shape: tuple[int, ...], strides: tuple[int,
             f"the driver refuses a tensor map of shape {shape} and box {box} (error {status}): update it, or set "
             "CUDIFF_PORTABLE=1, which does without"
         )
-    words = (ctypes.c_uint64 * 16).from_address(address)
-    return np.array([tuple([list(words)])], _MAP)
+    return ctypes.string_at(address, BYTES)

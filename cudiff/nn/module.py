@@ -15,10 +15,11 @@ from cudiff import show
 from cudiff.backend import PRECISIONS, Array, array_module, copy_into, is_capturing, is_low, to_device
 from cudiff.cuda.graph import record_again
 from cudiff.errors import CudiffError
+from cudiff.mode import mode
 from cudiff.nn.parameter import FlatParameters, Parameter, array_of, fitting, structure_changes
 from cudiff.nn.state_dict import StateDict, digests_in, is_batch_count, metadata_of, require_native
 from cudiff.ops.cast import as_input
-from cudiff.precision import allow_tf32, tf32_allowed
+from cudiff.precision import allow_tf32
 from cudiff.tensor import Tensor, gradient_depth
 from cudiff.values import flag
 
@@ -176,10 +177,9 @@ class Module:
         raise NotImplementedError(f"{type(self).__name__} has no forward")
 
     def __call__(self: HasForward[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        tf32 = self._precision != "fp32"
-        if tf32 == tf32_allowed():
+        if mode.tf32 == (self._precision != "fp32"):
             return self.forward(*args, **kwargs)
-        with allow_tf32(tf32):
+        with allow_tf32(not mode.tf32):
             return self.forward(*args, **kwargs)
 
     def named_children(self) -> Iterator[tuple[str, Module]]:

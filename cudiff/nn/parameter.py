@@ -118,7 +118,7 @@ class Parameter(Tensor):
     A backward through what was computed before an update raises RuntimeError: its gradients would mix old and new.
     """
 
-    __slots__ = ("_decay", "_frozen_grad", "_stale", "_updated", "compute_copy", "flat", "layout", "low")
+    __slots__ = ("_decay", "_frozen", "_frozen_grad", "_stale", "_updated", "compute_copy", "flat", "layout", "low")
     _copied = ("data", "requires_grad", "decay", "layout", "low")
 
     def __init__(self, data: Any, low: bool = False, decay: bool | None = None, layout: str = "vector",
@@ -158,16 +158,12 @@ class Parameter(Tensor):
             copy_into(self._grad, array)
             self._grad_empty = False
 
-    @property
-    def requires_grad(self) -> bool:  # type: ignore[override]
-        return _requires_grad.__get__(self) and (self.flat is None or self.flat.trainable)
-
-    @requires_grad.setter
-    def requires_grad(self, wanted: bool) -> None:
+    def _set_requires_grad(self, wanted: bool) -> None:
         wanted, flat = flag("requires_grad", wanted), self.flat
         if wanted and flat is not None and not flat.trainable:
             raise CudiffError(NOT_TRAINABLE)
         changes = flat is not None and flat.trainable and wanted != self.requires_grad
+        self._frozen = not wanted
         _requires_grad.__set__(self, wanted)
         if changes:
             flat.set_flags(self)  # type: ignore[union-attr]
@@ -179,6 +175,9 @@ class Parameter(Tensor):
             else:
                 self._frozen_grad = grad
             record_again()
+
+    # Read in C. False for all parameters of a model that is not trainable, frozen or not.
+    requires_grad: Any = property(Tensor.__dict__["requires_grad"].__get__, _set_requires_grad)
 
     def zero_grad(self) -> None:
         super().zero_grad()
@@ -206,7 +205,7 @@ class Parameter(Tensor):
         """What a copy takes over: it owns its array, and has no gradient and no place in flat buffers."""
         own = vars(self) if hasattr(self, "__dict__") else {}  # of a subclass
         state = {name: getattr(self, name) for name in self._copied}
-        return own | state | {"requires_grad": _requires_grad.__get__(self)}
+        return own | state | {"requires_grad": not self._frozen}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         Parameter.__init__(self, state["data"], copy=False)
@@ -216,16 +215,17 @@ class Parameter(Tensor):
 
     def operand(self, dtype: np.dtype) -> Array:
         if not self.low or not is_low(dtype):
-            return self.data
-        if self.compute_copy is None or self.compute_copy.dtype != dtype or device_of(self.compute_copy) != self.device:
+            return self._data
+        made = self.compute_copy
+        if made is None or made.dtype != dtype or type(made) is not type(self._data):
             own = None if self.flat is None else self.flat.compute_copy_of(self, dtype)
-            self.compute_copy = array_module(self.device).empty(self.shape, dtype) if own is None else own
+            made = self.compute_copy = array_module(self.device).empty(self.shape, dtype) if own is None else own
             self._stale = True
         # Where the precision was chosen after flatten, no optimiser writes this compute copy.
         if self._stale or (self.flat is not None and not self.flat.keeps_compute_copies(dtype)):
-            self.compute_copy[...] = self.data
+            made[...] = self._data
             self._stale = is_capturing(self.device)  # then the copy is not made now, and may never be
-        return self.compute_copy
+        return made
 
     def assign(self, array: Any) -> None:
         """Copy new values in; the compute copy is recast before it is read again.
@@ -241,11 +241,6 @@ class Parameter(Tensor):
         self._stale = True
         self._updated = now()
 
-    def wants_gradient(self, recorded: int) -> bool:
-        if self._updated > recorded:
-            self.require_unchanged(recorded)
-        return _requires_grad.__get__(self) and (self.flat is None or self.flat.trainable)
-
     def require_unchanged(self, recorded: int) -> None:
         if self._updated > recorded:
             raise RuntimeError(
@@ -258,13 +253,14 @@ class Parameter(Tensor):
         moved = self.data is not data
         if moved:
             copy_into(data, self.data)
-        if grad is not None and self._grad is not None and not self._grad_empty and _requires_grad.__get__(self):
+        if grad is not None and self._grad is not None and not self._grad_empty and not self._frozen:
             copy_into(grad, self._grad)
         if moved and (self.flat is not None or self.device == "cuda"):
             record_again()  # a captured function holds the old buffers
         self._data = data
         _grad.fset(self, grad)
         self.flat, self.compute_copy, self._stale = flat, compute_copy, True
+        _requires_grad.__set__(self, flat.trainable and not self._frozen)
 
 
 _grad: Any = Tensor.__dict__["grad"]
@@ -310,7 +306,7 @@ class FlatParameters:
         flags = np.zeros(start // BLOCK, np.uint8)
         for parameter in self._parameters:
             first, last = self._ranges[id(parameter)]
-            frozen = not _requires_grad.__get__(parameter)
+            frozen = parameter._frozen
             flags[first // BLOCK : -(-last // BLOCK)] = parameter.decay * Flag.DECAY | frozen * Flag.FROZEN
             data, grad, compute_copy = (
                 None if flat is None else flat[first:last].reshape(parameter.shape)
@@ -381,7 +377,7 @@ class FlatParameters:
     def set_flags(self, parameter: Parameter) -> None:
         """Have updates leave `parameter` as it is, change it or decay it, as it says now."""
         first, last = self._ranges[id(parameter)]
-        frozen = not _requires_grad.__get__(parameter)
+        frozen = parameter._frozen
         self.flags[first // BLOCK : -(-last // BLOCK)] = parameter.decay * Flag.DECAY | frozen * Flag.FROZEN
 
     def keeps_compute_copies(self, dtype: np.dtype) -> bool:
@@ -399,7 +395,7 @@ class FlatParameters:
         """Note that a kernel has changed all parameters and their compute copies."""
         at = now()
         for parameter in self._parameters:
-            if _requires_grad.__get__(parameter):
+            if not parameter._frozen:
                 parameter._updated = at
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -11,7 +12,7 @@ from cudiff.backend import Array, float32, float64, is_float, is_low
 from cudiff.cuda.accumulate import gradient_sum, gradient_target
 from cudiff.cuda.kernels.convolution import table
 from cudiff.cuda.kernels.convolution.problem import DGRAD, WGRAD, Norm, Operands, Skip
-from cudiff.cuda.kernels.gemm.product import Epilogue, as_float32
+from cudiff.cuda.kernels.gemm.product import Epilogue
 from cudiff.cuda.kernels.gemm.table import linear as linear_cuda
 from cudiff.cuda.kernels.norm import table as norms
 from cudiff.cuda.kernels.pool import TWICE, sum_windows
@@ -70,7 +71,9 @@ class Inputs(NamedTuple):
     skip_bias: Any = None
 
 
+_itemsize = attrgetter("itemsize")
 NORM: Final = 6
+WEIGHT: Final = Inputs._fields.index("weight")
 WIDE = ("norm_weight", "norm_bias", "scale", "shift", "emb")  # read as float32, or as float64
 SOURCES = ("x2", "residual", "residual2")  # read in the dtype of the computation
 
@@ -83,13 +86,12 @@ class NormSiluConv2d(Function):
 
     @classmethod
     def operand_dtype(cls, inputs, attrs):
-        return _narrower(inputs[0]._data.dtype, attrs["dtype"])
+        return min(attrs["dtype"], inputs[0]._data.dtype, key=_itemsize)
 
     @staticmethod
     def forward_cuda(ctx, *arrays, num_groups, eps, silu, upsample, relu, statistics, dtype):
-        given, needs = Inputs(*arrays), Inputs(*ctx.needs)
-        weight = _taps(given.weight)
-        ctx.upsample, ctx.dtype, ctx.norm = upsample, given.x.dtype, None
+        given, needs, weight = Inputs(*arrays), ctx.needs, _taps(arrays[WEIGHT])
+        ctx.upsample, ctx.dtype, ctx.norm, ctx.weight = upsample, given.x.dtype, None, weight
         h, h2 = given.x, None
         if given.norm_weight is not None:
             h, mean, rstd = norms.forward(given.x, given.x2, given.norm_weight, given.norm_bias, num_groups, eps, silu,
@@ -100,17 +102,18 @@ class NormSiluConv2d(Function):
         elif dtype != h.dtype and is_low(h.dtype):
             h = at_16_bytes(h)  # conv2d_few_channels reads packs of many channels
         # The norm's backward recomputes h for the weight's gradient, so h is not saved.
-        recomputed = ctx.norm is not None and any(needs[:NORM])
+        recomputed = ctx.norm is not None and True in needs[:NORM]
         times = 2 if upsample else 1
         ctx.padding = (weight.shape[1] // 2,) * 2
         n, height, width, channels = h.shape
         ctx.shape = n, height * times, width * times, channels  # of the convolution's input
         out = empty((n, *out_size(ctx.shape[1:3], weight.shape[1:3], (1, 1), ctx.padding), len(weight)), dtype)
         skip, addend = None, given.residual
+        bias, skip_bias = [one if one is None or one.dtype == float32 else one.astype(float32)
+                           for one in (given.bias, given.skip_bias)]
         if given.skip_weight is not None:
-            skip, addend = Skip(*given[9:12], as_float32(given.skip_bias)), None
-        epilogue = Epilogue(as_float32(given.bias), as_float32(given.emb), addend)
-        operands = Operands(h, weight, out, epilogue, h2, skip)
+            skip, addend = Skip(*given[9:12], skip_bias), None
+        operands = Operands(h, weight, out, Epilogue(bias, given.emb, addend), h2, skip)
         ctx.out_statistics = table.fprop(operands, (1, 1), ctx.padding, statistics=statistics, relu=relu,
                                          upsample=upsample)
         ctx.save(None if recomputed else h, h2, given.weight, *given[9:12], out if relu else None)
@@ -128,9 +131,9 @@ class NormSiluConv2d(Function):
             sums = None if statistics is None else statistics.sums
         grads = _vector_gradients(dout, sums, needs, into)
         if h2 is not None:
-            grads |= _pair_gradients(ctx, dout, _taps(weight), h.shape[3], needs, into)
-        elif any(needs[:NORM]):
-            grads |= _input_gradients(ctx, dout, _taps(weight), needs, into)
+            grads |= _pair_gradients(ctx, dout, h.shape[3], needs, into)
+        elif True in needs[:NORM]:
+            grads |= _input_gradients(ctx, dout, needs, into)
         if skip_weight is None and needs.residual:
             grads["residual"] = dout
         if needs.weight:
@@ -162,10 +165,10 @@ def _vector_gradients(dout: Array, sums: Array | None, needs: Inputs, into: Inpu
     return grads
 
 
-def _pair_gradients(ctx: Any, dout: Array, weight: Array, split: int, needs: Inputs, into: Inputs) -> dict[str, Array]:
+def _pair_gradients(ctx: Any, dout: Array, split: int, needs: Inputs, into: Inputs) -> dict[str, Array]:
     """The gradients of x, which has `split` channels, and of x2. No norm follows them."""
     grads = {}
-    for name, columns in (("x", weight[..., :split]), ("x2", weight[..., split:])):
+    for name, columns in (("x", ctx.weight[..., :split]), ("x2", ctx.weight[..., split:])):
         if getattr(needs, name):
             slot = getattr(into, name)
             shape = *ctx.shape[:3], columns.shape[3]
@@ -175,12 +178,12 @@ def _pair_gradients(ctx: Any, dout: Array, weight: Array, split: int, needs: Inp
     return grads
 
 
-def _input_gradients(ctx: Any, dout: Array, weight: Array, needs: Inputs, into: Inputs) -> dict[str, Array]:
+def _input_gradients(ctx: Any, dout: Array, needs: Inputs, into: Inputs) -> dict[str, Array]:
     """The gradient of x, or those of a norm's inputs. Then ctx.h_recomputed is its output, for wgrad."""
     slot = into.x if ctx.norm is None else None
     mixed, sums_wanted = dout.dtype != ctx.dtype, ctx.norm is None and not ctx.upsample
     out, addend = gradient_sum(None if ctx.upsample or mixed else slot, ctx.shape, ctx.dtype)
-    given = Operands(dout, weight, out, Epilogue(addend=addend), norm=None if ctx.upsample else ctx.norm)
+    given = Operands(dout, ctx.weight, out, Epilogue(addend=addend), norm=None if ctx.upsample else ctx.norm)
     statistics = table.dgrad(given, (1, 1), ctx.padding, sums=sums_wanted)
     if ctx.upsample:
         out, statistics = sum_windows(out, TWICE, 1.0, Kind.SUMS if ctx.norm is None else None, slot)
@@ -230,10 +233,6 @@ def _matrix(weight: Array) -> Array:
     return weight.reshape(len(weight), -1)
 
 
-def _narrower(first: np.dtype, second: np.dtype) -> np.dtype:
-    return first if first.itemsize < second.itemsize else second
-
-
 def norm_silu_conv2d(x: Tensor, x2: Tensor | None = None, *, weight: Tensor, bias: Tensor | None = None,
                      norm_weight: Tensor | None = None, norm_bias: Tensor | None = None, scale: Tensor | None = None,
                      shift: Tensor | None = None, emb: Tensor | None = None, residual: Tensor | None = None,
@@ -273,7 +272,7 @@ def _converted(given: Inputs, dtype: np.dtype, upsample: bool) -> tuple[Inputs, 
         plain = (given.x2 is None and given.residual is None and not upsample
                  and (given.norm_weight is None or is_low(x.dtype)))
         if not (_casts(x, given.weight, dtype, given.emb is not None) and plain):
-            own = _narrower(x.dtype, dtype)
+            own = min(dtype, x.dtype, key=_itemsize)
             x = astype(x, own)
     wide = dict(zip(WIDE, as_wide(*[getattr(given, name) for name in WIDE]), strict=True))
     sources = {name: getattr(given, name) for name in SOURCES}

@@ -235,9 +235,10 @@ class Generator:
         If `rows` is a multiple of the number of samples, each sample has as many consecutive rows. Otherwise the rows
         do not belong to samples: the result is 0, and all passes and processes of a batch get the same rows.
         """
-        if self.samples is None or rows % len(self.samples):
+        samples = self._samples
+        if samples is None or rows % len(samples):
             return 0
-        return self.samples.start * (rows // len(self.samples))
+        return samples.start * (rows // len(samples))
 
     def _draw(self, draw: Any, *args: Any, stream: int | None, first: int) -> Tensor:
         shape = args[-1]

@@ -55,7 +55,7 @@ def convolve(given, plan, *wanted, direction=FPROP):
     """`sm90.run` with all the fused ops of the operands, by this plan, or by the planner's if it is None."""
     rows, columns = given.weight.shape[1:3]
     problem = problem_of(direction, given, (1, 1), (rows // 2, columns // 2), *wanted)
-    return sm90.run(given, Offer(problem.wanted, plan), problem)
+    return sm90.run(given, Offer(problem.wanted, sm90.Prepared(problem, problem.wanted, plan)), problem)
 
 
 # ‖error‖ / ‖expected‖ of results in the storage type, and of the float32 gradient of a weight

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from cudiff.backend import bfloat16
-from cudiff.cuda.kernels.convolution import grouped, restated
+from cudiff.cuda.kernels.convolution import bundles, grouped, restated
 from cudiff.cuda.kernels.convolution.problem import DGRAD, FPROP, WGRAD, Fusion, Image, Problem, Weight
 from cudiff.cuda.kernels.convolution.table import CONVOLUTION
 from cudiff.ops.conv2d import conv1d, conv2d, conv_transpose2d
@@ -170,6 +170,17 @@ def test_groups(device, rng, always, x, kernel, stride, padding, groups, with_bi
     steps = dict(stride=stride, padding=padding, groups=groups)
     check_op(lambda *t: conv2d(*t, **steps), *arrays, device=device, fp32_inputs=(2,),
              torch_fn=torch_conv2d(stride, padding, 1, groups), dtypes=("float32", "bfloat16", "float16"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", [(48, 3, 3), (48, 1, 1)], ids=str)
+def test_bundles_that_are_channels_of_images(hopper, rng, always, monkeypatch, kernel):
+    """One group each, whose pixels lie apart."""
+    ways = bundles._ways
+    monkeypatch.setattr(bundles, "_ways", lambda p: ways(p)[:1])
+    arrays = rng.standard_normal((2, 4, 6, 48)), rng.standard_normal((*kernel, 24)), rng.standard_normal(48)
+    check_op(lambda *t: conv2d(*t, padding=kernel[1] // 2, groups=2), *arrays, device="cuda", fp32_inputs=(2,),
+             dtypes=("bfloat16",))
 
 
 def test_groups_with_dilation(device, rng, always):

@@ -80,7 +80,8 @@ def _ways(p: Problem) -> list[Bundles]:
 
 def _of_views(way: Bundles) -> Bundles | None:
     """The way by views of the images, None where no kernel of Hopper serves one."""
-    one = way.problem
+    x, out = [image._replace(pitch=image.shape[3] * way.bundles) for image in (way.problem.x, way.problem.out)]
+    way = way._replace(problem=(one := way.problem._replace(x=x, out=out)))
     if not (one.x.rows_aligned and one.out.rows_aligned):
         return None
     if one.direction == WGRAD:

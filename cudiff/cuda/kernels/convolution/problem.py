@@ -41,11 +41,13 @@ AFTERWARDS = frozenset({Fusion.GATE, Fusion.ACTIVATION, Fusion.FACTOR})  # each 
 
 
 class Image(NamedTuple):
-    """shape (N, H, W, C). aligned: whether it is contiguous and starts at a multiple of 16 bytes."""
+    """shape (N, H, W, C). aligned: whether it is contiguous and starts at a multiple of 16 bytes. pitch: None, or if
+    it has some channels of a contiguous image, how many that has; `aligned` is then said of that."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
     aligned: bool = True
+    pitch: int | None = None
 
     @property
     def rows_aligned(self) -> bool:
@@ -141,11 +143,12 @@ class Operands(NamedTuple):
 def problem_of(direction: str, given: Operands, stride: Pair, padding: Pair, *wanted: str, dilation: Pair = (1, 1),
                groups: int = 1) -> Problem:
     """The problem of these operands. wanted: fused ops besides those that the operands imply."""
-    skip, norm = given.skip, given.norm
+    x, weight, out, _, x2, skip, norm, _ = given
+    first, result = [_image(image.shape, image.dtype, image.data.ptr % 16 == 0 and image.flags.c_contiguous)
+                     for image in (x, out)]
     return Problem(
-        direction, image_of(given.x), weight_of(given.weight), image_of(given.out), stride, padding,
-        products(given.x.dtype), wanted_by(given, *wanted),
-        None if given.x2 is None else image_of(given.x2),
+        direction, first, weight_of(weight), result, stride, padding, products(x.dtype), wanted_by(given, *wanted),
+        None if x2 is None else image_of(x2),
         () if skip is None else _images(skip[:2]), None if skip is None else weight_of(skip.weight),
         () if norm is None else _images(norm[1:3]), norm is None or norm.silu, dilation, groups,
     )

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
-
-import numpy as np
+from typing import Any, NamedTuple
 
 from cudiff.backend import Array, float32, is_low
 from cudiff.cuda.device import multiprocessors
 from cudiff.cuda.exchange import exchange_workspace
-from cudiff.cuda.kernels.convolution.problem import AFTERWARDS, DGRAD, EPILOGUE, WGRAD, Fusion, Operands, Problem
-from cudiff.cuda.kernels.shape import at_16_bytes, turned
-from cudiff.cuda.launch import blocks, empty, launch
+from cudiff.cuda.kernels.convolution.problem import AFTERWARDS, DGRAD, EPILOGUE, WGRAD, Fusion, Image, Operands, Problem
+from cudiff.cuda.kernels.shape import turned
+from cudiff.cuda.launch import Launch, blocks, empty
 from cudiff.cuda.select import Offer
-from cudiff.cuda.sums import empty_statistics
-from cudiff.cuda.tensor_map import tensor_map
+from cudiff.cuda.tensor_map import form_of, map_at, tensor_map
 from cudiff.cuda.tiles import Planner
 from cudiff.statistics import ChannelStatistics, Kind, moments
 
@@ -113,7 +109,8 @@ def offer(p: Problem) -> Offer | None:
         left.add(Fusion.NORM_BACKWARD)
     if Fusion.UPSAMPLE in p.wanted and _upsampling_gains(p):
         left.add(Fusion.UPSAMPLE)
-    return Offer(p.wanted - left)
+    fused = p.wanted - left
+    return Offer(fused, Prepared(p, fused))
 
 
 def _upsampling_gains(p: Problem) -> bool:
@@ -358,84 +355,139 @@ def full_tiles(images: tuple[int, ...], apart: bool) -> tuple[int, int, int]:
     return (n, height * columns // 8, 8) if height * columns % 8 == 0 else (n, height, columns)
 
 
-def run(given: Operands, offer: Offer, p: Problem) -> ChannelStatistics | None:
-    """Returns what `table.fprop` and `table.dgrad` return. The offer's plan is None, or replaces the planner's; it is
-    one for the images as they are, after upsampling."""
-    x, weight, out, epilogue, skip = given.x, given.weight, given.out, given.epilogue, given.skip
-    transposed, fused, chosen = p.direction == DGRAD, offer.fused, offer.plan
-    x2, out2 = (None, given.x2) if transposed else (given.x2, None)
-    wants_moments, upsample = Fusion.STATISTICS in fused, Fusion.UPSAMPLE in fused
-    norm = given.norm if Fusion.NORM_BACKWARD in fused else None
-    kernel, (n, height, columns, split) = weight.shape[1:3], x.shape
-    if upsample:
-        height, columns = 2 * height, 2 * columns
-    elif kernel == (1, 1) and chosen is None:
-        n, height, columns = full_tiles(x.shape[:3], wants_moments or norm is not None or epilogue.emb is not None)
-    channels = split if x2 is None else split + x2.shape[3]
-    spared = spared_k_steps(channels, x.dtype.itemsize)
-    first_outputs = out.shape[3]
-    outputs = first_outputs if out2 is None else first_outputs + out2.shape[3]
-    weight = weight if weight.dtype == x.dtype else weight.astype(x.dtype)
-    if transposed and x.dtype == float32:  # wgmma takes tf32 operands only in fprop's layout
-        weight, transposed = turned(weight), False
-    skip_bias, skip_channels, skip_split = None, 0, 0
-    if skip is not None:
-        if skip.weight.dtype != x.dtype:
-            skip = skip._replace(weight=skip.weight.astype(x.dtype))
-        skip_bias, skip_channels, skip_split = skip.bias, skip.weight.shape[3], skip.x.shape[3]
-    addend = None if epilogue.addend is None else at_16_bytes(epilogue.addend)
-    added: Sequence[Array | None] = (addend, None)
-    affine, groups = (None,) * 6, 1
-    if norm is not None:
-        added, affine, groups, first_outputs = norm[1:3], norm[3:], norm.mean.shape[1], norm.x.shape[3]
-    added_to = [out] if addend is out else []
-    if kernel == (1, 1) and not upsample:
-        x, x2, out, out2, *added = [
-            array if array is None or array.shape[:3] == (n, height, columns)
-            else array.reshape(n, height, columns, array.shape[-1]) for array in (x, x2, out, out2, *added)
-        ]
-    shape, chunk = (n, height, columns, channels), ROW_BYTES // x.dtype.itemsize
+class Prepared:
+    """What the launches of one problem have in common, made once for it: a row's offer holds it.
 
-    def launch_as(chosen: Plan) -> ChannelStatistics | None:
+    chosen: None, or a plan in place of the planner's. It is one for the images as they are, after upsampling.
+    """
+
+    def __init__(self, p: Problem, fused: frozenset[str], chosen: Plan | None = None):
+        self.p, self.fused, self._chosen = p, fused, chosen
+        self.moments, self.norm = Fusion.STATISTICS in fused, Fusion.NORM_BACKWARD in fused
+        self.upsample, self.skip, self.adds = Fusion.UPSAMPLE in fused, Fusion.SKIP in fused, Fusion.ADDEND in p.wanted
+        self.turns = p.direction == DGRAD and p.x.dtype == float32  # wgmma takes tf32 operands only in fprop's layout
+        self.read = p.x.shape[:3]
+        n, height, columns = self.read
+        if self.upsample:
+            height, columns = 2 * height, 2 * columns
+        elif p.kernel == (1, 1) and chosen is None:
+            apart = self.moments or self.norm or Fusion.EMB in p.wanted
+            n, height, columns = self.read = full_tiles(p.x.shape[:3], apart)
+        self.images = n, height, columns
+        more = 0 if p.x2 is None else p.x2.shape[3]
+        ins, outs = (0, more) if p.direction == DGRAD else (more, 0)
+        self.channels, self.outputs = p.x.shape[3] + ins, p.out.shape[3] + outs
+        self.skip_channels = p.skip_weight.shape[3] if self.skip and p.skip_weight is not None else 0
+        shape = *self.images, self.channels
+        self.problem = shape, self.outputs, p.kernel, p.x.dtype.itemsize, self.skip_channels, self.upsample
+
+    @functools.cached_property
+    def planned(self) -> Configured:
+        return Configured(self, plan(*self.problem) if self._chosen is None else self._chosen)
+
+
+class Configured:
+    """The same with a plan: calls launch the kernel."""
+
+    def __init__(self, ready: Prepared, chosen: Plan):
         tile, cluster, rows, each, halos, weights, shared, together, images = chosen
-        pitch, result_box = pitch_of(kernel[1], upsample), (1, min(rows, tile.pixels // 8 // cluster), 8, chunk)
+        p, kernel, upsample, (n, height, columns) = ready.p, ready.p.kernel, ready.upsample, ready.images
+        dtype, chunk, first = p.x.dtype, ROW_BYTES // p.x.dtype.itemsize, p.norm if ready.norm else (p.out,)
+        self.ready, self.plan = ready, chosen
+        pitch, self.result_box = pitch_of(kernel[1], upsample), (1, min(rows, tile.pixels // 8 // cluster), 8, chunk)
         halo_box = (1, 1, pitch // 2, 2, chunk) if upsample else (1, rows + kernel[0] - 1, pitch, chunk)
-        read, read_box = (added, result_box) if skip is None else (skip[:2], (1, rows, 8, chunk))
-        x_map, weight_map = tensor_map(x, halo_box, twice=upsample), _weight_map(weight, chunk)
-        out_map = tensor_map(out, result_box, operand=False)
-        maps = [
-            out_map if array is None and box is result_box
-            else tensor_map(out if array is None else array, box, operand=False)
-            for array, box in ((out2, result_box), (read[0], read_box), (read[1], read_box))
-        ]
-        tiles = tiles_of(shape, rows) * cluster
-        statistics = None
-        if wants_moments or norm is not None:
-            statistics = empty_statistics(moments(x.dtype) if wants_moments else Kind.PRODUCTS, n, tiles, outputs)
-        parts, workspace = None, None
-        if together:
-            parts, workspace = empty((each, tile.pixels // 8, 128, 4), float32), exchange_workspace()
-        launch(
-            "conv2d_sm90", "conv2d_sm90", (each, 1 if together else blocks(outputs, CHANNELS), cluster), 384,
-            (
-                x_map, x_map if x2 is None else tensor_map(x2, halo_box, twice=upsample), weight_map, out_map, *maps,
-                weight_map if skip is None else _weight_map(skip.weight, chunk), epilogue.bias, skip_bias, epilogue.emb,
-                None if statistics is None else statistics.sums, *affine, n, height, columns, channels, outputs,
-                kernel[1], skip_channels, rows, halos, weights, split, first_outputs, skip_split, groups, parts,
-                workspace, max(1, together),
-            ),
-            shared, cooperative=together > 0, T=x.dtype, R=kernel[0], PASS="DGRAD" if transposed else "FPROP",
-            PIXELS=tile.pixels, ADDS=int(addend is not None), STATISTICS=int(wants_moments),
-            NORM=0 if norm is None else 1 if norm.silu else 2, RELU=int(Fusion.RELU in fused),
-            SKIP=int(skip is not None), CLUSTER=cluster, UPSAMPLE=int(upsample), SPARED=spared,
-            STREAM_K=int(together > 0), IMAGES=images,
+
+        def form(image: Image | None, box: tuple[int, ...], images: tuple[int, ...] = ready.images,
+                 **options: bool) -> Any:
+            if image is None:
+                return None
+            pixel = (image.pitch or image.shape[3]) * dtype.itemsize
+            strides = images[1] * images[2] * pixel, images[2] * pixel, pixel, dtype.itemsize
+            return form_of((*images, image.shape[3]), dtype, box, strides=strides, **options)
+
+        self.x, self.x2 = (form(image, halo_box, ready.read, twice=upsample) for image in (p.x, p.x2))
+        self.out, self.out2 = (form(image, self.result_box, operand=False) for image in (p.out, p.x2))
+        read, box = (p.skip, (1, rows, 8, chunk)) if ready.skip else (p.norm if ready.norm else (), self.result_box)
+        self.sources = [form(image, box, operand=False) for image in (*read, p.out, p.out)[:2]]
+        self.weight_box = CHANNELS, 1, chunk
+        kind = moments(dtype) if ready.moments else Kind.PRODUCTS if ready.norm else None
+        tiles = tiles_of((*ready.images, 0), rows) * cluster
+        self.statistics = None if kind is None else (kind, (n, tiles, ready.outputs, kind.numbers))
+        self.parts = (each, tile.pixels // 8, 128, 4) if together else None
+        self.numbers = (
+            n, height, columns, ready.channels, ready.outputs, kernel[1], ready.skip_channels, rows, halos, weights,
+            p.x.shape[3], first[0].shape[3], p.skip[0].shape[3] if ready.skip else 0,
+        )
+        self.launch = Launch(
+            "conv2d_sm90", "conv2d_sm90", (each, 1 if together else blocks(ready.outputs, CHANNELS), cluster), (384,),
+            shared, together > 0, T=dtype, R=kernel[0],
+            PASS="DGRAD" if p.direction == DGRAD and not ready.turns else "FPROP", PIXELS=tile.pixels,
+            ADDS=int(ready.adds), STATISTICS=int(ready.moments), NORM=(1 if p.silu else 2) if ready.norm else 0,
+            RELU=int(Fusion.RELU in ready.fused), SKIP=int(ready.skip), CLUSTER=cluster, UPSAMPLE=int(upsample),
+            SPARED=spared_k_steps(ready.channels, dtype.itemsize), STREAM_K=int(together > 0), IMAGES=images,
+        )
+
+    def __call__(self, given: Operands, weight: Array, addend: Array | None) -> ChannelStatistics | None:
+        ready, (bias, emb, *_) = self.ready, given.epilogue
+        skip, norm = given.skip if ready.skip else None, given.norm if ready.norm else None
+        x_map = x2_map = map_at(given.x.data.ptr, *self.x)
+        skip_map = weight_map = self._weight_map(weight)
+        first_map = second_map = out_map = out2_map = map_at(given.out.data.ptr, *self.out)
+        if given.x2 is not None and ready.p.direction == DGRAD:
+            out2_map = map_at(given.x2.data.ptr, *self.out2)
+        elif given.x2 is not None:
+            x2_map = map_at(given.x2.data.ptr, *self.x2)
+        skip_bias, affine, groups, read = None, _NO_NORM, 1, None
+        if skip is not None:
+            skip_map, skip_bias, read = self._weight_map(skip.weight), skip.bias, skip[:2]
+        elif norm is not None:
+            affine, groups, read = norm[3:], norm.mean.shape[1], norm[1:3]
+        elif addend is not None:
+            if addend.shape[:3] != ready.images:
+                addend = addend.reshape(*ready.images, addend.shape[-1])
+            first_map = tensor_map(addend, self.result_box, operand=False)
+        if read is not None:
+            first_map, second_map = [map_at((given.out if array is None else array).data.ptr, *form)
+                                     for array, form in zip(read, self.sources, strict=True)]
+        statistics = parts = workspace = None
+        if self.statistics is not None:
+            kind, shape = self.statistics
+            statistics = ChannelStatistics(kind, empty(shape, float32))
+        if self.parts is not None:
+            parts, workspace = empty(self.parts, float32), exchange_workspace()
+        self.launch(
+            x_map, x2_map, weight_map, out_map, out2_map, first_map, second_map, skip_map, bias, skip_bias, emb,
+            None if statistics is None else statistics.sums, *affine, *self.numbers, groups, parts, workspace,
+            max(1, self.plan.together),
         )
         return statistics
 
-    problem = shape, outputs, kernel, x.dtype.itemsize, skip_channels, upsample
-    return plan.run(problem, launch_as, added_to, chosen=chosen)
+    def _weight_map(self, weight: Array) -> bytes:
+        """In boxes of 64 rows by one tap by a chunk of channels."""
+        k, rows, columns, c = weight.shape
+        strides = weight.strides[0], c * weight.itemsize if rows == columns == 1 else weight.strides[2], 0
+        return map_at(weight.data.ptr, *form_of((k, rows * columns, c), weight.dtype, self.weight_box, strides=strides))
 
 
-def _weight_map(weight: Array, chunk: int) -> np.ndarray:
-    """The tensor map of a weight (K, R, S, C), in boxes of 64 rows by one tap by `chunk` channels."""
-    return tensor_map(weight.reshape(len(weight), -1, weight.shape[3]), (CHANNELS, 1, chunk))
+_NO_NORM = (None,) * 6
+
+
+def run(given: Operands, offer: Offer, p: Problem) -> ChannelStatistics | None:
+    """Returns what `table.fprop` and `table.dgrad` return. The offer's plan is `Prepared`."""
+    ready: Prepared = offer.plan
+    weight, addend, dtype = given.weight, given.epilogue.addend, given.x.dtype
+    if weight.dtype != dtype:
+        weight = weight.astype(dtype)
+    if ready.turns:
+        weight = turned(weight)
+    if given.skip is not None and given.skip.weight.dtype != dtype:
+        given = given._replace(skip=given.skip._replace(weight=given.skip.weight.astype(dtype)))
+    added_to = [addend] if addend is given.out else []
+    if addend is not None and addend.data.ptr % 16:
+        addend = addend.copy()  # TMA reads it
+
+    def launch_as(chosen: Plan) -> ChannelStatistics | None:
+        configured = ready.planned if chosen is ready.planned.plan else Configured(ready, chosen)
+        return configured(given, weight, addend)
+
+    return plan.run(ready.problem, launch_as, added_to, chosen=ready.planned.plan)

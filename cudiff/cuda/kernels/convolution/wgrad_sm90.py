@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import struct
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -131,19 +132,16 @@ def _launch_as(chosen: Plan, batch: list[Operands]) -> None:
         box = (1, 1, (width + taps + 1) // 2, 2, CHANNELS)
     dout_box = (1, rows, width, CHANNELS)
     count = 1 if len(batch) == 1 else MAX_BATCH
-    table, first, outs = np.zeros(1, np.dtype([("jobs", _ROW, count)])), 0, []
-    table["jobs"]["first"] = np.iinfo(np.int32).max
-    for i, one in enumerate(batch):
+    rows_of_table, first, outs = [], 0, []
+    for one in batch:
         out, pitch = _sums(one.weight, sums)
         sources = [tensor_map(source, box, twice=upsample) for source in (one.x, one.x if one.x2 is None else one.x2)]
-        maps = *sources, tensor_map(one.out, dout_box)
         outputs, _, _, channels = one.weight.shape
-        table["jobs"][0, i] = (
-            *[found["words"] for found in maps], address(out), pitch, first, one.add and sums == 1, channels, outputs,
-            one.x.shape[3],
-        )
+        rows_of_table.append(_PACKED.pack(*sources, tensor_map(one.out, dout_box), address(out), pitch, first,
+                                          one.add and sums == 1, channels, outputs, one.x.shape[3]))
         first += _blocks(one.weight.shape, taps, across)
         outs.append(out)
+    table = np.frombuffer(b"".join(rows_of_table) + _NO_ROW * (count - len(batch)), _TABLES[count])
     launch(
         "conv2d_wgrad_sm90", "conv2d_wgrad_sm90", (first, 1, splits), 160 if taps == 1 else 512,
         (table, n, height, columns, kernel[1], rows, width, stages),
@@ -160,6 +158,9 @@ _ROW = np.dtype({
     "names": ["x", "x2", "dout", "out", "pitch", "first", "add", "channels", "outputs", "split"],
     "formats": [(np.uint64, 16)] * 3 + ["u8", "i8"] + ["i4"] * 5, "itemsize": 448,
 })
+_PACKED = struct.Struct("=128s128s128sQq5i28x")
+_NO_ROW = _PACKED.pack(b"", b"", b"", 0, 0, 2**31 - 1, 0, 0, 0, 0)
+_TABLES = {count: np.dtype([("jobs", _ROW, count)]) for count in (1, MAX_BATCH)}
 
 
 @functools.cache

@@ -11,7 +11,7 @@ from cudiff.backend import Array, float32
 from cudiff.cuda.device import multiprocessors, shared_memory
 from cudiff.cuda.launch import address, blocks, empty, launch
 from cudiff.cuda.tiles import Planner
-from cudiff.precision import tf32_allowed
+from cudiff.mode import mode
 
 ROW_BYTES = 128  # of a tile along K
 
@@ -108,7 +108,7 @@ def estimate(dtype: np.dtype, size: tuple[int, int, int, int], products: int, *a
 
 def products(dtype: np.dtype) -> int:
     """Tensor-core products for one product in this dtype: 3 for float32 unless it may be rounded to tf32, else 1."""
-    return 1 if dtype.itemsize == 2 or tf32_allowed() else 3
+    return 1 if dtype.itemsize == 2 or mode.tf32 else 3
 
 
 class Epilogue(NamedTuple):

@@ -282,12 +282,12 @@ def multiply(a: Array, b: Array, out: Array, epilogue: Epilogue, a_mn: bool, b_m
                       for term in (epilogue.bias, epilogue.emb if epilogue.gate is None else epilogue.gate))
     stages, shared = _fit(plan, b_mn, low_out, reads, keeps)
 
-    def source(array: Array) -> np.ndarray:
+    def source(array: Array) -> bytes:
         if windows is not None:
             return windows_map(array, windows, 64 if a_mn else ROWS)
         return tensor_map(array, (1, DEPTH, 64) if a_mn else (1, ROWS, DEPTH))
 
-    def result(array: Array) -> np.ndarray:
+    def result(array: Array) -> bytes:
         if windows is not None:
             return windows_map(array, Windows(size=windows.size), 64)
         return tensor_map(array.reshape(-1, rows, array.shape[-1]), (1, 64, 64), operand=False)

@@ -29,7 +29,7 @@ class Boxes(NamedTuple):
     across: int  # packs of a chunk
     step: int  # pixels of a box
 
-    def map(self, array: Array) -> np.ndarray:
+    def map(self, array: Array) -> bytes:
         images = array.reshape(len(array), -1, array.shape[-1])
         return tensor_map(images, (1, self.step, self.width), operand=False, swizzled=False)
 
