@@ -109,7 +109,13 @@ def default_device() -> str:
 
 def device_of(array: Array) -> str:
     """`"cpu"` for a NumPy array, `"cuda"` for a CuPy array."""
-    return "cpu" if isinstance(array, NUMPY) else "cuda"
+    return device_of_type(array.__class__)
+
+
+@functools.cache
+def device_of_type(kind: type) -> str:
+    """The device of arrays of this type."""
+    return "cpu" if issubclass(kind, NUMPY) else "cuda"
 
 
 def is_array(x: Any) -> bool:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from cudiff.backend import Array, compute_dtype, device_of, float32, float64, is_array, is_float
+from cudiff.backend import Array, compute_dtype, device_of, device_of_type, float32, float64, is_array, is_float
 from cudiff.mode import mode
 from cudiff.statistics import ChannelStatistics
 from cudiff.tensor import Tensor, now
@@ -176,13 +176,15 @@ def _wrapped(name: str, inputs: Sequence[Any]) -> tuple[Tensor | None, ...]:
 def _common_device(name: str, inputs: Sequence[Tensor | None]) -> tuple[str, Any]:
     """The device that all inputs are on, and the type of the last one's array. Raises ValueError where they are on
     different devices, TypeError where there is no tensor."""
-    kind = device = None
+    kind: Any = None
+    device = None
     for t in inputs:
         if t is not None and type(t._data) is not kind:
-            own = device_of(t._data)
+            kind = type(t._data)
+            own = device_of_type(kind)
             if device not in (None, own):
                 raise ValueError(f"{name} got tensors on different devices: move them with .to('cuda') or .to('cpu')")
-            kind, device = type(t._data), own
+            device = own
     if device is None:
         raise TypeError(f"{name} got no tensor: give it one at least")
     return device, kind

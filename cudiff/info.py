@@ -22,9 +22,9 @@ from cudiff.classes import names_in_words
 from cudiff.config import PRESET_NAMES, PRESETS, Config
 from cudiff.cuda import nccl, tiles
 from cudiff.cuda.compiler import cubin_folder, kernel_folder, nvrtc_version
-from cudiff.cuda.device import current_target, describe
+from cudiff.cuda.device import describe
 from cudiff.cuda.kernels.gemm.problem import Product
-from cudiff.cuda.select import FAMILIES, watched
+from cudiff.cuda.select import FAMILIES, current_target, watched
 from cudiff.cuda.tiles import Planner, summary
 from cudiff.data import Dataset
 from cudiff.errors import CudiffError
@@ -117,12 +117,12 @@ def step_table(preset: str, **changes: Any) -> Table:
             served.append(["deferred", f"batch of {len(what)}", kind, "", "", ""])
         else:
             fused, left = (", ".join(sorted(names)) for names in (choice.offer.fused & what.wanted, choice.left))
-            plan = "" if choice.offer.plan is None else str(choice.offer.plan)
+            plan = str(choice.offer.plan) if isinstance(choice.offer.plan, tuple) else ""
             served.append([f"{by.family}, {_pass(what)}", _sizes(what), choice.row.name, fused, left, plan])
 
     def note_plan(planner: Planner, problem: tuple, *_: Any) -> None:
-        """Plans that are taken at the launch: of the newest row of that kernel."""
-        row = next((row for row in reversed(served) if row[2] in planner.kernel or planner.kernel in row[2]), None)
+        """Plans that are taken at the launch: of the newest row of that kernel, or of one in its file."""
+        row = next((row for row in reversed(served) if row[2].partition(".")[0] in planner.kernel), None)
         if row is not None:
             row[-1] = str(planner(*problem).choice)
 

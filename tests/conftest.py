@@ -35,9 +35,9 @@ def device(request):
 @pytest.fixture
 def hopper():
     """Skips where Hopper's own kernels do not run."""
-    from cudiff.cuda import device
+    from cudiff.cuda import select
 
-    if device.current_target().architecture != "sm_90a":
+    if select.current_target().architecture != "sm_90a":
         pytest.skip("these kernels are for sm_90a, without CUDIFF_PORTABLE=1")
 
 

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from cudiff.cuda import compiler, device, launch, select, tensor_map, tiles
+from cudiff.cuda import compiler, launch, select, tensor_map, tiles
 from cudiff.cuda.memory import Allocator
 from tests.compile_kernels import VARIANTS
 
@@ -312,15 +312,15 @@ def pretend(monkeypatch: Any, hopper: bool, turing: bool = False, kind: type[Hos
     forget()
     host = kind(hopper, turing)
 
-    def current_target() -> device.Target:
+    def current_target() -> select.Target:
         portable = not hopper or os.environ.get("CUDIFF_PORTABLE") == "1"
-        return device.Target(*("Tesla T4", "sm_75") if turing else ("NVIDIA H200", "sm_90" if portable else "sm_90a"))
+        return select.Target(*("Tesla T4", "sm_75") if turing else ("NVIDIA H200", "sm_90" if portable else "sm_90a"))
 
     stand_ins = {
         "get_cupy": functools.cache(lambda: host), "cuda_status": lambda: (True, "host"),
         "current_target": current_target,
         "exchange_workspace": host.exchange_workspace,
-        "device_of": lambda array: "cuda" if isinstance(array, Array) else "cpu",
+        "device_of_type": functools.cache(lambda kind: "cuda" if issubclass(kind, Array) else "cpu"),
         "array_module": lambda device: host if device == "cuda" else np,
         "map_at": functools.cache(encode),
     }

@@ -43,7 +43,7 @@ def kernels(architecture, dtype, products):
     tokens = Image((1, 1, 32768, 768), dtype)
     linear = Convolution(FPROP, tokens, Weight((768, 1, 1, 768)), tokens, products=products)
     attention = Attention(False, dtype, 32, 1024, 1024, 12, 64, True, products)
-    norm = Norm(False, dtype, 32, 1024, 128, 0, 32, True, False, False, 132)
+    norm = Norm(False, dtype, 32, 1024, 128, 0, 32, True, False, False)
     several = [
         [chosen(CONVOLUTION, convolution._replace(direction=direction), architecture)
          for direction in (FPROP, DGRAD, WGRAD)],

@@ -26,6 +26,8 @@ def test_a_steps_kernels_on_hopper(host_of, preset):
     blocks = [row for row in found if row[0] == "convolution, fprop" and row[3] == "bias, skip, statistics"]
     assert blocks and all(row[2] == "conv2d_sm90" and row[4] == "" and row[5] for row in blocks)
     assert any(row[0] == "convolution, dgrad" and "norm backward" in row[3] for row in found)
+    assert all(row[5].startswith("[") for row in found if row[2].startswith("group_norm") and "sm90" in row[2])
+    assert not any("object at" in row[5] for row in found)
     passes = [row[0] for row in found]
     forward = list(takewhile(lambda name: "fprop" in name or "forward" in name, passes))
     assert not {"convolution, fprop", "attention, forward"} & set(passes[len(forward):])

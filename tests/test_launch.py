@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from cudiff.cuda import device as devices
+from cudiff.cuda import select
 from cudiff.cuda.accumulate import add_into
 from cudiff.cuda.compiler import kernel_folder
 from cudiff.cuda.graph import capture
@@ -46,28 +47,28 @@ def test_floats_that_float32_does_not_hold_are_infinite():
 def test_where_hoppers_kernels_run(monkeypatch, capability, driver, portable, architecture):
     monkeypatch.setenv("CUDIFF_PORTABLE", portable)
     runtime = SimpleNamespace(getDevice=lambda: 3)
-    monkeypatch.setattr(devices, "get_cupy", lambda: SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)))
-    monkeypatch.setattr(devices, "device", {3: H200._replace(capability=capability)}.__getitem__)
-    monkeypatch.setattr(devices, "driver_version", lambda: driver)
-    devices._target.cache_clear()
-    assert devices.current_target() == ("NVIDIA H200", architecture)
-    devices._target.cache_clear()
+    monkeypatch.setattr(select, "get_cupy", lambda: SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)))
+    monkeypatch.setattr(select, "device", {3: H200._replace(capability=capability)}.__getitem__)
+    monkeypatch.setattr(select, "driver_version", lambda: driver)
+    select._target.cache_clear()
+    assert select.current_target() == ("NVIDIA H200", architecture, 132)
+    select._target.cache_clear()
 
 
 @pytest.mark.parametrize("compute, architecture, target, of_block", [
     (None, "sm_90a", "sm_90a", 227), ("75", "compute_75", "sm_75", 64), ("80", "compute_80", "sm_80", 163),
 ])
 def test_a_gpu_may_stand_for_an_older_one(host_of, monkeypatch, compute, architecture, target, of_block):
-    monkeypatch.setattr(devices, "_target", devices._target.__wrapped__)
-    asked = devices.current_target
+    monkeypatch.setattr(select, "_target", select._target.__wrapped__)
+    asked = select.current_target
     host_of(True)
     if compute is not None:
         monkeypatch.setenv("CUDIFF_COMPUTE", compute)
-    monkeypatch.setattr(devices, "driver_version", lambda: 13000)
-    monkeypatch.setattr(devices, "current_target", asked)
+    monkeypatch.setattr(select, "driver_version", lambda: 13000)
+    monkeypatch.setattr(select, "current_target", asked)
     found = devices.current_device()
     assert (found.architecture, found.of_block) == (architecture, of_block << 10)
-    assert devices.current_target().architecture == target
+    assert select.current_target().architecture == target
 
 
 @pytest.mark.parametrize("number", [75, 80])

@@ -134,32 +134,6 @@ def _planned() -> tuple[int, int]:
     return count, kib << 10
 
 
-_CUDA_OF_DRIVER_530 = 12010
-
-
-class Target(NamedTuple):
-    """What kernels and their plans are chosen for: a GPU's name and its architecture, such as "sm_90a"."""
-
-    gpu: str
-    architecture: str
-
-
-def current_target() -> Target:
-    """The target of the current device. Its architecture is "sm_90a" if the kernels in files named _sm90 may run.
-
-    CUDIFF_PORTABLE=1 in the environment switches these off: the kernels for any GPU run instead. So does a driver older
-    than 530, because some of them have more than 4 KiB of arguments, which it does not support.
-    """
-    return _target(get_cupy().cuda.runtime.getDevice(), os.environ.get("CUDIFF_PORTABLE") == "1")
-
-
-@functools.cache
-def _target(ordinal: int, portable: bool) -> Target:
-    found = device(ordinal)
-    portable = portable or driver_version() < _CUDA_OF_DRIVER_530
-    return Target(found.name, found.architecture.replace("compute", "sm").removesuffix("a" if portable else ""))
-
-
 def bus_address() -> str:
     """The current device's PCI bus address, which no other device of this machine has."""
     return get_cupy().cuda.Device().pci_bus_id

@@ -8,14 +8,44 @@ and the wanted fusions. Only these tables choose a kernel by the architecture.
 from __future__ import annotations
 
 import contextlib
+import functools
+import os
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from cudiff.cuda.device import Target, asked_about, current_target
+from cudiff.backend import get_cupy
+from cudiff.cuda.device import asked_about, device, driver_version
 from cudiff.errors import CudiffError
 
 ANY = None  # every architecture
 SM90 = frozenset({"sm_90a"})
+_CUDA_OF_DRIVER_530 = 12010
+
+
+class Target(NamedTuple):
+    """What kernels and their plans are chosen for: a GPU's name, its architecture, such as "sm_90a", and its number of
+    multiprocessors."""
+
+    gpu: str
+    architecture: str
+    multiprocessors: int = 0
+
+
+def current_target() -> Target:
+    """The target of the current device. Its architecture is "sm_90a" if the kernels in files named _sm90 may run.
+
+    CUDIFF_PORTABLE=1 in the environment switches these off: the kernels for any GPU run instead. So does a driver older
+    than 530, because some of them have more than 4 KiB of arguments, which it does not support.
+    """
+    return _target(get_cupy().cuda.runtime.getDevice(), os.environ.get("CUDIFF_PORTABLE") == "1")
+
+
+@functools.cache
+def _target(ordinal: int, portable: bool) -> Target:
+    found = device(ordinal)
+    portable = portable or driver_version() < _CUDA_OF_DRIVER_530
+    architecture = found.architecture.replace("compute", "sm").removesuffix("a" if portable else "")
+    return Target(found.name, architecture, found.multiprocessors)
 
 
 class Offer(NamedTuple):
@@ -85,7 +115,8 @@ class Table:
         for which no GPU is needed. Then `watched` is not told, and plans are those of the least estimated time, not
         tuned ones. Raises CudiffError if no row serves the problem.
         """
-        # The GPU's name belongs to the target, because plans are tuned for a GPU, not for an architecture.
+        # The GPU's name belongs to the target, because plans are tuned for a GPU, not for an architecture; and its
+        # multiprocessors, for which offers prepare grids.
         target = current_target() if architecture is None else Target("", architecture)
         found = self._chosen.get((problem, target))
         if found is None:

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from cudiff.backend import bfloat16
-from cudiff.cuda.device import current_target
 from cudiff.cuda.kernels.norm import portable, table
 from cudiff.cuda.kernels.norm.problem import kernel_constants
+from cudiff.cuda.select import current_target
 from cudiff.function import Function
 from cudiff.gradient import Slot, State
 from cudiff.ops.batch_norm import batch_norm

@@ -238,18 +238,22 @@ def test_blocks_that_wait_for_each_other_are_there_at_once(there):
     assert plans > 50
 
 
-ASKED = Problem(True, bfloat16, 32, 4096, 64, 0, 32, packs=True, summed=False, two_terms=False, multiprocessors=132)
+ASKED = Problem(True, bfloat16, 32, 4096, 64, 0, 32, packs=True, summed=False, two_terms=False)
 HOPPER, ANY = "group_norm_backward_sm90.backward", "group_norm.backward_sums, finish_sums, input_gradients"
 FORWARD, PASSES = "group_norm_sm90.forward", "group_norm.statistics, finish_statistics, normalize"
 
 
 @pytest.mark.parametrize("changes, architecture, kernels", [
     ({}, "sm_90a", HOPPER), ({}, "sm_80", ANY), ({"packs": False}, "sm_90a", ANY), ({"summed": True}, "sm_90a", ANY),
-    ({"two_terms": True}, "sm_90a", ANY), ({"multiprocessors": 16}, "sm_90a", ANY),
-    ({"pixels": 2**20}, "sm_90a", ANY), ({"channels1": 72}, "sm_90a", ANY),
+    ({"two_terms": True}, "sm_90a", ANY), ({"pixels": 2**20}, "sm_90a", ANY), ({"channels1": 72}, "sm_90a", ANY),
     ({"backward": False}, "sm_90a", FORWARD), ({"backward": False}, "sm_120", PASSES),
     ({"backward": False, "packs": False}, "sm_90a", PASSES), ({"backward": False, "summed": True}, "sm_90a", PASSES),
     ({"backward": False, "pixels": 2**20}, "sm_90a", PASSES),
 ])
 def test_which_kernels_run(changes, architecture, kernels):
     assert table.NORM.select(ASKED._replace(**changes), architecture).row.name == kernels
+
+
+def test_images_are_not_shared_by_more_blocks_than_a_gpu_has_multiprocessors(force):
+    force("multiprocessors", lambda: 16)
+    assert table.NORM.select(ASKED, "sm_90a").row.name == ANY

@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 
 from cudiff.backend import bfloat16
-from cudiff.cuda.device import current_target
 from cudiff.cuda.kernels.convolution import wgrad_sm90
+from cudiff.cuda.select import current_target
 from cudiff.gradient import Slot, State
 from cudiff.nn.parameter import Parameter
 from cudiff.ops.attention import attention_qkv

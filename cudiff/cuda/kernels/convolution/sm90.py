@@ -13,7 +13,7 @@ from cudiff.cuda.kernels.convolution.problem import AFTERWARDS, DGRAD, EPILOGUE,
 from cudiff.cuda.kernels.shape import turned
 from cudiff.cuda.launch import Launch, blocks, empty
 from cudiff.cuda.select import Offer
-from cudiff.cuda.tensor_map import form_of, map_at, tensor_map
+from cudiff.cuda.tensor_map import form_of, map_at
 from cudiff.cuda.tiles import Planner
 from cudiff.statistics import ChannelStatistics, Kind, moments
 
@@ -445,7 +445,8 @@ class Configured:
         elif addend is not None:
             if addend.shape[:3] != ready.images:
                 addend = addend.reshape(*ready.images, addend.shape[-1])
-            first_map = tensor_map(addend, self.result_box, operand=False)
+            first_map = map_at(addend.data.ptr, *form_of(addend.shape, addend.dtype, self.result_box, operand=False,
+                                                         strides=addend.strides))
         if read is not None:
             first_map, second_map = [map_at((given.out if array is None else array).data.ptr, *form)
                                      for array, form in zip(read, self.sources, strict=True)]

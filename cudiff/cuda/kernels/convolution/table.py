@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from cudiff.backend import Array, float32
-from cudiff.cuda.device import current_target
 from cudiff.cuda.kernels.convolution import (
     bundles,
     few_channels,
@@ -37,7 +36,7 @@ from cudiff.cuda.kernels.gemm.product import Epilogue
 from cudiff.cuda.kernels.gemm.table import linear
 from cudiff.cuda.kernels.pool import TWICE, spread_windows
 from cudiff.cuda.launch import empty
-from cudiff.cuda.select import ANY, SM90, Offer, Row, Table
+from cudiff.cuda.select import ANY, SM90, Offer, Row, Table, current_target
 from cudiff.statistics import ChannelStatistics
 
 

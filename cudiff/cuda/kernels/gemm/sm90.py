@@ -290,18 +290,19 @@ def multiply(a: Array, b: Array, out: Array, epilogue: Epilogue, a_mn: bool, b_m
     def result(array: Array) -> bytes:
         if windows is not None:
             return windows_map(array, Windows(size=windows.size), 64)
-        return tensor_map(array.reshape(-1, rows, array.shape[-1]), (1, 64, 64), operand=False)
+        return tensor_map(array, (1, 64, 64), operand=False)
 
     a_map, b_box = source(a), (DEPTH, 64) if b_mn else (width, DEPTH)
     operands = a_map, a_map if a2 is None else source(a2), tensor_map(b, (*[1] * (b.ndim - 2), *b_box))
-    results = [result(out if array is None else array) if low_out else a_map
-               for array in (out, aux if keeps else out2, other)]
+    own = result(out) if low_out else a_map
+    beside = [own if array is None else result(array if windows else array.reshape(-1, rows, array.shape[-1]))
+              for array in (aux if keeps else out2, other)]
     floats, pitch = (sums, 0) if low_out else (out, out.strides[1] // out.itemsize)
     of_windows = itertools.chain(*(windows or Windows()))
     launch(
         "gemm_sm90", "gemm_sm90", (tiles if cluster > 1 else min(tiles, multiprocessors()), 1, cluster), 384,
-        (*operands, *results, bias, by_image, epilogue.rows_per_image, floats, np.int64(pitch), int(add), rows, columns,
-         depth, batches, parts, split, columns if out2 is None else first_columns, *of_windows),
+        (*operands, own, *beside, bias, by_image, epilogue.rows_per_image, floats, np.int64(pitch), int(add), rows,
+         columns, depth, batches, parts, split, columns if out2 is None else first_columns, *of_windows),
         shared, T=a.dtype, OUT=out.dtype, A_MN=int(a_mn), B_MN=int(b_mn), BN=width, CLUSTER=cluster,
         STAGES=stages, TRANSPOSED=transposed, WINDOWS=int(windows is not None),
         ADDS=int(epilogue.addend is not None and epilogue.gate is None), ACTIVATION=ACTIVATIONS[epilogue.activation],

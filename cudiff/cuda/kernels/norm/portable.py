@@ -10,9 +10,9 @@ import numpy as np
 
 from cudiff.backend import Array, float32
 from cudiff.cuda.deferred import batched
-from cudiff.cuda.device import shared_memory
+from cudiff.cuda.device import multiprocessors, shared_memory
 from cudiff.cuda.kernels.norm.problem import Backward, Forward, Problem, kernel_constants
-from cudiff.cuda.launch import blocks, empty, launch
+from cudiff.cuda.launch import Launch, blocks, empty, launch
 from cudiff.cuda.select import Offer
 from cudiff.cuda.sums import add_rows, empty_statistics
 from cudiff.statistics import Kind
@@ -39,32 +39,39 @@ def _of_groups(channels: int, of_group: int, chunk: int) -> int:
     return min(channels, (chunk + 2 * (of_group - 1)) // of_group * of_group)
 
 
-def offer_forward(p: Problem) -> Offer | None:
-    return None if p.backward else Offer()
+class ForwardPasses:
+    """The launches of group_norm.cu's forward for a problem: what the row's offer holds."""
 
-
-def forward(given: Forward, plan: None, p: Problem) -> None:
-    channels, pack = p.channels, p.pack
-    of_group = channels // p.groups
-    y, mean, rstd, x, x2, weight, bias, scale, shift, *_ = given
-    share = np.float64(p.groups / (p.pixels * channels))
-    sums = _statistics_of(given, p)
-    tiles, chunks, across = tiling(p.images, p.pixels, channels, pack, p.multiprocessors, arrays=2)
-    shared = 16 * max(256, _of_groups(channels, of_group, across * pack))  # two doubles a channel or a thread
-    statistics: tuple = (None, None)
-    found: tuple = (mean, rstd)
-    if not _adds_itself(max(sums[2], sums[5]), of_group):
-        few = max(1, 8 * p.groups // channels)  # groups for a block: those of 8 channels, at least one
-        most = shared_memory() // 16
+    def __init__(self, p: Problem):
+        channels, of_group, most = p.channels, p.channels // p.groups, shared_memory() // 16
         if of_group > most:
             raise ValueError(f"group_norm on CUDA: a group of {of_group} channels, over {most}: use more groups")
-        launch("group_norm", "finish_statistics", (p.images, blocks(p.groups, few)), 256,
-               (*sums, p.channels1, p.channels2, mean, rstd, p.groups, few, share, given.eps),
-               16 * max(256, few * of_group), **p.constants)
-        sums, shared, statistics, found = (None, False, 0) * 2, 0, (mean, rstd), (None, None)
-    launch("group_norm", "normalize", (p.images * tiles, chunks), 256,
-           (y, x, x2, weight, bias, scale, shift, *statistics, p.groups, p.pixels, p.channels1, p.channels2, tiles,
-            across, given.silu, *sums, *found, share, given.eps), shared, **p.constants)
+        few = max(1, 8 * p.groups // channels)  # groups for a block: those of 8 channels, at least one
+        tiles, chunks, across = tiling(p.images, p.pixels, channels, p.pack, multiprocessors(), arrays=2)
+        self.p, self.of_group, self.few = p, of_group, few
+        self.share = np.float64(p.groups / (p.pixels * channels))
+        self.sizes = p.groups, p.pixels, p.channels1, p.channels2, tiles, across
+        self.finish = Launch("group_norm", "finish_statistics", (p.images, blocks(p.groups, few)), (256,),
+                             16 * max(256, few * of_group), **p.constants)
+        # Two doubles a channel or a thread where a block adds up its groups' sums.
+        self.normalize = [Launch("group_norm", "normalize", (p.images * tiles, chunks), (256,), shared, **p.constants)
+                          for shared in (0, 16 * max(256, _of_groups(channels, of_group, across * p.pack)))]
+
+    def run(self, given: Forward) -> None:
+        p, (y, mean, rstd, x, x2, weight, bias, scale, shift, _, eps, silu) = self.p, given
+        sums = _statistics_of(given, p)
+        statistics: tuple = (None, None)
+        found: tuple = (mean, rstd)
+        adds = _adds_itself(max(sums[2], sums[5]), self.of_group)
+        if not adds:
+            self.finish(*sums, p.channels1, p.channels2, *found, p.groups, self.few, self.share, eps)
+            sums, statistics, found = (None, False, 0) * 2, found, statistics
+        self.normalize[adds](y, x, x2, weight, bias, scale, shift, *statistics, *self.sizes, silu, *sums, *found,
+                             self.share, eps)
+
+
+def offer_forward(p: Problem) -> Offer | None:
+    return None if p.backward else Offer(plan=ForwardPasses(p))
 
 
 def _statistics_of(given: Forward, p: Problem) -> tuple:
@@ -76,7 +83,7 @@ def _statistics_of(given: Forward, p: Problem) -> tuple:
             width = source.shape[-1]
             constants = kernel_constants(source)
             pack = 16 // source.dtype.itemsize if constants["VEC"] else 1
-            tiles, chunks, across = tiling(p.images, p.pixels, width, pack, p.multiprocessors, arrays=1)
+            tiles, chunks, across = tiling(p.images, p.pixels, width, pack, multiprocessors(), arrays=1)
             statistics = empty_statistics(Kind.CENTRED, p.images, tiles, width)
             launch("group_norm", "statistics", (p.images * tiles, chunks), 256,
                    (source, statistics.sums, p.pixels, width, tiles, across), **constants)
@@ -86,40 +93,48 @@ def _statistics_of(given: Forward, p: Problem) -> tuple:
     return tuple(operands)
 
 
+class BackwardPasses:
+    """The launches of group_norm.cu's backward for a problem: what the row's offer holds."""
+
+    def __init__(self, p: Problem):
+        channels, of_group = p.channels, p.channels // p.groups
+        tiles, chunks, across = tiling(p.images, p.pixels, channels, p.pack, multiprocessors(), arrays=4)
+        self.p, self.of_group, self.tiles = p, of_group, tiles
+        self.sizes = p.pixels, p.channels1, p.channels2, tiles, across
+        adding = 8 * (256 + _of_groups(channels, of_group, across * p.pack))
+        self.sum, *self.input_gradients = [
+            Launch("group_norm", name, (p.images * tiles, chunks), (256,), shared, **p.constants)
+            for name, shared in (("backward_sums", 0), ("input_gradients", _stream_bytes()),
+                                 ("input_gradients", _stream_bytes() + adding))
+        ]
+
+    def run(self, given: Backward) -> None:
+        p, of_group, affine, sizes, statistics = self.p, self.of_group, given.affine, self.sizes, given.statistics
+        own_sums = given.make_sums(p, self.tiles)
+        totals = empty((p.images, p.channels, 2), float32)
+        modulation = (totals, *given.dscale, *given.dshift)
+        activation = _SILU_DONE if given.silu and statistics is not None else int(given.silu)
+        if statistics is None:
+            statistics = empty_statistics(Kind.PRODUCTS, p.images, self.tiles, p.channels)
+            self.sum(statistics.sums, given.dy, given.x, given.x2, *affine, *sizes, given.silu)
+        means, sums, count = None, statistics.sums, statistics.tiles
+        applies = given.needs[0] or given.needs[1] or given.y is not None
+        adds = applies and _adds_itself(count, of_group)
+        if not adds:
+            means = empty((p.images, p.groups, 2), float32)
+            few = max(1, min(p.groups, 256 // (of_group * blocks(count, 16))))  # groups for a block: 16 tiles a thread
+            launch("group_norm", "finish_sums", (p.images, blocks(p.groups, few)), 256,
+                   (sums, means, *modulation, *affine, p.pixels, p.channels, count, few),
+                   8 * (256 + few * of_group), **p.constants)
+            sums = None
+        if applies:
+            self.input_gradients[adds](*given.dx, *given.dx2, given.y, *own_sums, means, sums, count, *modulation,
+                                       given.dy, given.x, given.x2, *affine, *sizes, activation)
+        affine_gradients(totals, given.dweight, given.dbias)
+
+
 def offer_backward(p: Problem) -> Offer | None:
-    return Offer() if p.backward else None
-
-
-def backward(given: Backward, plan: None, p: Problem) -> None:
-    channels, pack = p.channels, p.pack
-    of_group = channels // p.groups
-    tiles, chunks, across = tiling(p.images, p.pixels, channels, pack, p.multiprocessors, arrays=4)
-    own_sums = given.make_sums(p, tiles)
-    totals = empty((p.images, channels, 2), float32)
-    modulation = (totals, *given.dscale, *given.dshift)
-    sizes = (p.pixels, p.channels1, p.channels2, tiles, across)
-    statistics = given.statistics
-    activation = _SILU_DONE if given.silu and statistics is not None else int(given.silu)
-    if statistics is None:
-        statistics = empty_statistics(Kind.PRODUCTS, p.images, tiles, channels)
-        launch("group_norm", "backward_sums", (p.images * tiles, chunks), 256,
-               (statistics.sums, given.dy, given.x, given.x2, *given.affine, *sizes, given.silu), **p.constants)
-    means, sums, count = None, statistics.sums, statistics.tiles
-    applies = given.needs[0] or given.needs[1] or given.y is not None
-    if not (applies and _adds_itself(count, of_group)):
-        means = empty((p.images, p.groups, 2), float32)
-        few = max(1, min(p.groups, 256 // (of_group * blocks(count, 16))))  # groups for a block: 16 tiles a thread
-        launch("group_norm", "finish_sums", (p.images, blocks(p.groups, few)), 256,
-               (sums, means, *modulation, *given.affine, p.pixels, channels, count, few),
-               8 * (256 + few * of_group), **p.constants)
-        sums = None
-    if applies:
-        launch("group_norm", "input_gradients", (p.images * tiles, chunks), 256,
-               (*given.dx, *given.dx2, given.y, *own_sums, means, sums, count, *modulation, given.dy, given.x,
-                given.x2, *given.affine, *sizes, activation),
-               _stream_bytes() + (0 if sums is None else 8 * (256 + _of_groups(channels, of_group, across * pack))),
-               **p.constants)
-    affine_gradients(totals, given.dweight, given.dbias)
+    return Offer(plan=BackwardPasses(p)) if p.backward else None
 
 
 def affine_gradients(totals: Array, dweight: Any, dbias: Any) -> None:

@@ -16,7 +16,7 @@ class Problem(NamedTuple):
     """backward: whether it is the backward pass. pixels: of an image. channels1, channels2: of the first source and of
     the second, 0 where there is none. packs: whether all channels and addresses allow packs of 16 bytes. summed:
     whether statistics came with every source (forward), or PRODUCTS with dy (backward). two_terms: whether backward
-    adds two arrays to dx. multiprocessors: those of the GPU."""
+    adds two arrays to dx. Arrays are contiguous."""
 
     backward: bool
     dtype: np.dtype
@@ -28,7 +28,6 @@ class Problem(NamedTuple):
     packs: bool
     summed: bool
     two_terms: bool
-    multiprocessors: int
     wanted: frozenset[str] = frozenset()
 
     @property

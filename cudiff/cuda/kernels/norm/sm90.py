@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cudiff.backend import Array, float32
+from cudiff.cuda.device import multiprocessors
 from cudiff.cuda.exchange import exchange_workspace
 from cudiff.cuda.kernels.norm.portable import affine_gradients
 from cudiff.cuda.kernels.norm.problem import Backward, Forward, Problem
-from cudiff.cuda.launch import blocks, empty, launch
+from cudiff.cuda.launch import Launch, blocks, empty
 from cudiff.cuda.select import Offer
-from cudiff.cuda.tensor_map import tensor_map
+from cudiff.cuda.tensor_map import Form, form_of, map_at
 from cudiff.cuda.tiles import Planner
 
 THREADS, _BOXES, _SHARED_BYTES = 512, 64, 226 << 10  # of a block, the last two at most; 1 KiB is for barriers
@@ -29,9 +30,11 @@ class Boxes(NamedTuple):
     across: int  # packs of a chunk
     step: int  # pixels of a box
 
-    def map(self, array: Array) -> bytes:
-        images = array.reshape(len(array), -1, array.shape[-1])
-        return tensor_map(images, (1, self.step, self.width), operand=False, swizzled=False)
+    def form(self, p: Problem, channels: int) -> Form:
+        """That of the maps of contiguous images of so many channels."""
+        row = channels * p.dtype.itemsize
+        return form_of((p.images, p.pixels, channels), p.dtype, (1, self.step, self.width), operand=False,
+                       swizzled=False, strides=(p.pixels * row, row, p.dtype.itemsize))
 
     @property
     def bytes(self) -> int:
@@ -192,7 +195,29 @@ def sharing(*problem: int) -> SharedPlan | None:
 
 def _key(p: Problem) -> tuple[int, ...]:
     """The planners' arguments for a problem."""
-    return p.pixels, p.channels1, p.channels2, p.groups, p.dtype.itemsize, p.images, p.multiprocessors
+    return p.pixels, p.channels1, p.channels2, p.groups, p.dtype.itemsize, p.images, multiprocessors()
+
+
+class ClusterLaunch:
+    """The launch of group_norm_sm90.cu for a problem, by a plan: what a row's offer holds."""
+
+    def __init__(self, p: Problem, plan: ClusterPlan):
+        self.p, self.plan, self.problem = p, plan, _key(p)
+        self.x, self.x2 = [plan.boxes.form(p, channels) for channels in (p.channels1, p.channels2 or p.channels1)]
+        self.sizes = p.groups, p.pixels, p.channels1, p.channels2
+        self.share = np.float64(p.groups / (p.pixels * p.channels))
+        self.launch = Launch("group_norm_sm90", "forward", (p.images, plan.boxes.chunks, plan.cluster), (THREADS,),
+                             plan.bytes, **p.constants, **plan.constants)
+
+    def __call__(self, given: Forward) -> None:
+        y, mean, rstd, x, x2, weight, bias, scale, shift, _, eps, silu = given
+        maps = map_at(x.data.ptr, *self.x), map_at((x if x2 is None else x2).data.ptr, *self.x2)
+        self.launch(*maps, y, mean, rstd, weight, bias, scale, shift, *self.sizes, silu, self.plan.kept, self.share,
+                    eps)
+
+    def run(self, given: Forward) -> None:
+        FORWARD.run(self.problem, lambda plan: (self if plan is self.plan else ClusterLaunch(self.p, plan))(given),
+                    chosen=self.plan)
 
 
 def offer_forward(p: Problem) -> Offer | None:
@@ -200,46 +225,50 @@ def offer_forward(p: Problem) -> Offer | None:
     if p.backward or not p.packs or p.summed:
         return None
     plan = clusters(*_key(p))
-    return None if plan is None else Offer(plan=plan)
+    return None if plan is None else Offer(plan=ClusterLaunch(p, plan))
 
 
-def forward(given: Forward, plan: ClusterPlan, p: Problem) -> None:
-    y, mean, rstd, x, x2, weight, bias, scale, shift, *_ = given
+class SharedLaunch:
+    """The launches of group_norm_backward_sm90.cu for a problem, by a plan: what a row's offer holds."""
 
-    def launch_as(plan: ClusterPlan) -> None:
-        launch("group_norm_sm90", "forward", (p.images, plan.boxes.chunks, plan.cluster), THREADS,
-               (plan.boxes.map(x), plan.boxes.map(x if x2 is None else x2), y, mean, rstd, weight, bias, scale, shift,
-                p.groups, p.pixels, p.channels1, p.channels2, given.silu, plan.kept,
-                np.float64(p.groups / (p.pixels * p.channels)), given.eps),
-               plan.bytes, **p.constants, **plan.constants)
+    def __init__(self, p: Problem, plan: SharedPlan):
+        self.p, self.plan, self.problem = p, plan, _key(p)
+        self.x, self.x2, self.dy = [plan.boxes.form(p, channels)
+                                    for channels in (p.channels1, p.channels2 or p.channels1, p.channels)]
+        self.adding = plan.adding(p.images, p.channels)
+        self.sizes = p.images, p.pixels, p.channels1, p.channels2
+        self.launches = [
+            Launch("group_norm_backward_sm90", "backward", (plan.blocks(p.images) + adding,), (THREADS,), plan.bytes,
+                   adding > 0 or plan.parts > 1, **p.constants, **plan.constants)
+            for adding in (0, self.adding)  # without gradients of weight and bias, and with them
+        ]
 
-    FORWARD.run(_key(p), launch_as, chosen=plan)
+    def __call__(self, given: Backward) -> Array | None:
+        """Returns the images' sums for the gradients of weight and bias, if the launch itself does not add them up."""
+        p, plan, x, x2, dy = self.p, self.plan, given.x, given.x2, given.dy
+        weights = given.needs[2] or given.needs[3]
+        own_sums = given.make_sums(p, plan.parts)
+        totals = empty((p.images, p.channels, 2), float32) if weights and not self.adding else None
+        workspace = exchange_workspace() if (weights and self.adding) or plan.parts > 1 else None
+        second = map_at((x if x2 is None else x2).data.ptr, *self.x2)
+        self.launches[weights](
+            map_at(x.data.ptr, *self.x), second, map_at(dy.data.ptr, *self.dy), x, x2, dy, *given.dx, *given.dx2,
+            given.y, *own_sums, totals, *given.dscale, *given.dshift, *given.dweight, *given.dbias, *given.affine,
+            workspace, *self.sizes, given.silu, plan.parts, plan.kept,
+        )
+        return totals
+
+    def run(self, given: Backward) -> None:
+        totals = BACKWARD.run(
+            self.problem, lambda plan: (self if plan is self.plan else SharedLaunch(self.p, plan))(given),
+            given.added_to(), lambda plan: plan.adding(self.p.images, self.p.channels) > 0, self.plan,
+        )
+        if totals is not None:
+            affine_gradients(totals, given.dweight, given.dbias)
 
 
 def offer_backward(p: Problem) -> Offer | None:
     if not p.backward or not p.packs or p.summed or p.two_terms:
         return None
     plan = sharing(*_key(p))
-    return None if plan is None else Offer(plan=plan)
-
-
-def backward(given: Backward, plan: SharedPlan, p: Problem) -> None:
-    weights, channels = given.needs[2] or given.needs[3], p.channels
-    x2 = given.x if given.x2 is None else given.x2
-
-    def launch_as(plan: SharedPlan) -> Array | None:
-        """Returns the images' sums for the gradients of weight and bias, if the launch itself does not add them up."""
-        own_sums = given.make_sums(p, plan.parts)
-        adding = plan.adding(p.images, channels) if weights else 0
-        totals = empty((p.images, channels, 2), float32) if weights and not adding else None
-        workspace = exchange_workspace() if adding or plan.parts > 1 else None
-        launch("group_norm_backward_sm90", "backward", plan.blocks(p.images) + adding, THREADS,
-               (*map(plan.boxes.map, (given.x, x2, given.dy)), given.x, given.x2, given.dy, *given.dx, *given.dx2,
-                given.y, *own_sums, totals, *given.dscale, *given.dshift, *given.dweight, *given.dbias, *given.affine,
-                workspace, p.images, p.pixels, p.channels1, p.channels2, given.silu, plan.parts, plan.kept),
-               plan.bytes, cooperative=workspace is not None, **p.constants, **plan.constants)
-        return totals
-
-    totals = BACKWARD.run(_key(p), launch_as, given.added_to(), lambda plan: plan.adding(p.images, channels) > 0, plan)
-    if totals is not None:
-        affine_gradients(totals, given.dweight, given.dbias)
+    return None if plan is None else Offer(plan=SharedLaunch(p, plan))

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from cudiff.backend import Array, float32
 from cudiff.cuda.accumulate import gradient_sum, gradient_sums, gradient_target
-from cudiff.cuda.device import current_device
 from cudiff.cuda.kernels.norm import portable, sm90
 from cudiff.cuda.kernels.norm.problem import Backward, Forward, Problem, Sum, extent, kernel_constants
 from cudiff.cuda.launch import empty
@@ -16,16 +15,18 @@ from cudiff.statistics import ChannelStatistics
 
 NORM = Table(
     "group norm",
-    Row("group_norm_sm90.forward", SM90, sm90.offer_forward, sm90.forward,
+    Row("group_norm_sm90.forward", SM90, sm90.offer_forward, sm90.ClusterLaunch.run,
         "forward of rows of a multiple of 16 bytes if a cluster of up to 8 blocks has room for an image in shared "
         "memory; not if statistics came with every source"),
-    Row("group_norm_backward_sm90.backward", SM90, sm90.offer_backward, sm90.backward,
+    Row("group_norm_backward_sm90.backward", SM90, sm90.offer_backward, sm90.SharedLaunch.run,
         "backward of rows of a multiple of 16 bytes if shared memory has room for a block's part of an image; blocks "
         "that share an image must all run at once; not if PRODUCTS came with dy or two arrays are added to dx; "
         "declines if it is estimated to take longer than group_norm.cu"),
-    Row("group_norm.statistics, finish_statistics, normalize", ANY, portable.offer_forward, portable.forward,
+    Row("group_norm.statistics, finish_statistics, normalize", ANY, portable.offer_forward,
+        portable.ForwardPasses.run,
         "forward of all images; without the pass for statistics that came with them"),
-    Row("group_norm.backward_sums, finish_sums, input_gradients", ANY, portable.offer_backward, portable.backward,
+    Row("group_norm.backward_sums, finish_sums, input_gradients", ANY, portable.offer_backward,
+        portable.BackwardPasses.run,
         "backward of all images; without the pass for PRODUCTS that came with dy, or for dx if it is not wanted"),
 )
 
@@ -41,10 +42,10 @@ def forward(x: Array, x2: Array | None, weight: Array, bias: Array, num_groups: 
     first, second = statistics
     summed = first is not None and (x2 is None or second is not None)
     problem = Problem(False, x.dtype, n, pixels, channels1, channels2, num_groups, packs=bool(constants["VEC"]),
-                      summed=summed, two_terms=False, multiprocessors=current_device().multiprocessors)
+                      summed=summed, two_terms=False)
     chosen = NORM.select(problem)
     given = Forward(y, mean, rstd, x, x2, weight, bias, scale, shift, (first, second), eps, silu)
-    chosen.row.run(given, chosen.offer.plan, problem)
+    chosen.row.run(chosen.offer.plan, given)
     return y, mean, rstd
 
 
@@ -78,10 +79,9 @@ def backward(dy: Array, x: Array, x2: Array | None, weight: Array, bias: Array, 
     ]
     constants = kernel_constants(dy, x, x2, *dx, *dx2, y)
     problem = Problem(True, x.dtype, n, pixels, channels1, channels2, groups, packs=bool(constants["VEC"]),
-                      summed=statistics is not None, two_terms=more is not None,
-                      multiprocessors=current_device().multiprocessors)
+                      summed=statistics is not None, two_terms=more is not None)
     chosen = NORM.select(problem)
     given = Backward(dy, x, x2, (weight, bias, scale, shift, mean, rstd, groups), silu, dx, dx2, dweight, dbias, dscale,
                      dshift, y, statistics, din_statistics, needs)
-    chosen.row.run(given, chosen.offer.plan, problem)
+    chosen.row.run(chosen.offer.plan, given)
     return dx[0], dx2[0], dweight[0], dbias[0], dscale[0], dshift[0]

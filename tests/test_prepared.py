@@ -1,0 +1,104 @@
+"""What is prepared once for a problem serves no other: launches are those of a process that had made none before."""
+
+import struct
+from functools import partial
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from cudiff.backend import bfloat16, float32
+from cudiff.cuda import select
+from cudiff.ops.group_norm import group_norm
+from cudiff.ops.norm_silu_conv2d import norm_silu_conv2d
+from cudiff.tensor import Tensor
+from tests.host import H200, Array, decode, forget
+
+
+def described(arg):
+    """An argument without addresses, of arrays but how far they are from a multiple of 16 bytes."""
+    if isinstance(arg, Array):
+        return arg.shape, arg.dtype, arg.data.ptr % 16
+    if isinstance(arg, (bytes, np.ndarray)):
+        return decode(struct.unpack("=16Q", arg))[1:] if len(arg) == 128 else len(arg)
+    return arg
+
+
+def tensor(host, *shape, dtype=bfloat16, offset=0, grad=True):
+    """One that starts so many elements behind a multiple of 16 bytes."""
+    array = host.empty(int(np.prod(shape)) + offset, np.dtype(dtype))[offset:].reshape(shape)
+    return Tensor(array, requires_grad=grad)
+
+
+def norm(host, shape=(4, 16, 16, 64), channels2=0, groups=32, modulated=False, times=1, affine=True, eps=1e-5,
+         silu=True, **options):
+    """Forward and backward of a norm, so many times: the later backwards add."""
+    channels = shape[-1] + channels2
+    x, x2 = [tensor(host, *shape[:-1], c, **options) if c else None for c in (shape[-1], channels2)]
+    weight, bias = [tensor(host, channels, dtype=float32, grad=affine) for _ in range(2)]
+    scale, shift = [tensor(host, shape[0], channels, dtype=float32) if modulated else None for _ in range(2)]
+    for _ in range(times):
+        out = group_norm(x, weight, bias, groups, eps, silu, scale, shift, x2)
+        out.backward(tensor(host, *out.shape, dtype=out.dtype).data)
+
+
+def units(host, dtype=bfloat16, offset=0, taps=3, **options):
+    """Two fused units, the second with the sums that the first one leaves, and their backward."""
+    x = tensor(host, 4, 16, 16, 64, dtype=dtype, offset=offset)
+    for _ in range(2):
+        weight, emb = tensor(host, 64, taps, taps, 64, dtype=dtype), tensor(host, 4, 64, dtype=float32)
+        vectors = {name: tensor(host, 64, dtype=float32) for name in ("norm_weight", "norm_bias", "bias")}
+        residual = tensor(host, 4, 16, 16, 64, dtype=dtype, offset=offset)
+        x = norm_silu_conv2d(x, weight=weight, emb=emb, residual=residual, **vectors, **options)
+    x.backward(tensor(host, *x.shape, dtype=dtype).data)
+
+
+RUNS = [
+    norm, partial(norm, offset=1), partial(norm, dtype=float32), partial(norm, channels2=64),
+    partial(norm, shape=(4, 16, 16, 128)), partial(norm, shape=(4, 16, 16, 96), channels2=32),
+    partial(norm, shape=(4, 8, 16, 64)), partial(norm, shape=(8, 16, 16, 64)), partial(norm, groups=8),
+    partial(norm, modulated=True), partial(norm, times=2), partial(norm, affine=False), partial(norm, eps=1e-3),
+    partial(norm, silu=False), partial(norm, shape=(2, 160, 160, 64)), partial(norm, shape=(2, 4, 4, 8192), groups=2),
+    units, partial(units, offset=1), partial(units, dtype=float32), partial(units, taps=1), partial(units, relu=True),
+]
+
+
+@pytest.mark.parametrize("hopper", [True, False], ids=["hopper", "portable"])
+def test_no_run_changes_anothers_launches(host_of, monkeypatch, hopper):
+    """Of other shapes, dtypes, alignment, sources, wanted gradients and arguments, and with CUDIFF_PORTABLE set."""
+    host, alone = host_of(hopper), []
+    keys = [(at, portable) for at in range(len(RUNS)) for portable in "01"]
+
+    def launches(at, portable):
+        found = []
+        host.watch = lambda launch: found.append((*launch[:5], *map(described, launch.args), *launch[6:]))
+        monkeypatch.setenv("CUDIFF_PORTABLE", portable)
+        RUNS[at](host)
+        return found
+
+    for key in keys:
+        forget()
+        alone.append(launches(*key))
+    forget()
+    for _ in range(2):
+        for key, before in zip(keys, alone, strict=True):
+            assert launches(*key) == before, (RUNS[key[0]], key[1])
+    count = len({str(found) for found in alone})
+    assert count > len(RUNS) if hopper else count == len(RUNS)
+
+
+def test_gpus_of_one_name_with_other_multiprocessors(host_of, monkeypatch):
+    """Blocks that wait for each other must all run at once: those for 132 multiprocessors do not on 66."""
+    current_target = select.current_target
+    host, grids, here = host_of(True), [], []
+    monkeypatch.setattr(select, "current_target", current_target)
+    monkeypatch.setattr(select, "driver_version", lambda: 13000)
+    host.cuda.runtime.getDevice = lambda: here[-1]
+    host.cuda.Device = lambda at: SimpleNamespace(
+        compute_capability="90", attributes=H200 | {"MultiProcessorCount": (132, 66)[at]})
+    host.watch = lambda launch: grids.append((here[-1], launch.grid)) if launch.cooperative else None
+    for at in (0, 1, 0, 1):
+        here.append(at)
+        norm(host, shape=(16, 64, 64, 64))
+    assert {at for at, _ in grids} == {0, 1} and len(set(grids)) == 2
+    assert all(grid[0] <= (132, 66)[at] for at, grid in grids)
