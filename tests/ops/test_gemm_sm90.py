@@ -50,6 +50,14 @@ def test_a_weight_gradient_of_few_tiles_is_split():
 def test_results_of_up_to_64_columns_have_tiles_as_wide():
     assert [sm90.plan.by_rule(50176, columns, 576, True)[0].columns for columns in (8, 64, 72)] == [64, 64, 128]
     assert sm90.plan.by_rule(64, 576, 50176, False)[0].columns == 64, "of the transposed product"
+    assert all(plan.columns > 64 for plan in sm90.plans(50176, 72, 576, True))
+
+
+def test_no_rows_of_tiles_of_windows_are_whole():
+    """Of 288 tiles 264 would fill two waves. They cannot be cut off: their rows are channels of all taps."""
+    shape = 1024, 9216, 65536, False
+    assert any(plan.whole for plan in sm90.plans(*shape))
+    assert all(plan.transposed and not plan.whole for plan in sm90.plans(*shape, images=2**24))
 
 
 WIDE = 8192, 768, 3072

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from cudiff import Tensor
+from cudiff.cuda import tiles
 from cudiff.cuda.kernels.convolution import sm90, windows_sm90
 from cudiff.cuda.kernels.convolution.problem import (
     DGRAD,
@@ -57,6 +58,8 @@ def convolution(direction, images, inputs, outputs, taps, **changes):
      "gemm_sm90"),
     (convolution(FPROP, (8, 224, 224), 64, 64, 7, stride=(2, 2), out=Image((8, 112, 112, 64), BF16)), "gemm_sm90"),
     (convolution(WGRAD, (256, 14, 14), 128, 128, 3, stride=(2, 2), out=Image((256, 7, 7, 128), BF16)), "gemm_sm90"),
+    (convolution(WGRAD, (256, 14, 14), 128, 128, 3, stride=(2, 2), out=Image((256, 7, 7, 128), BF16),
+                 weight=Weight((128, 3, 3, 128), contiguous=False)), "conv2d"),
     (convolution(WGRAD, (256, 14, 14), 128, 128, 3), "conv2d_wgrad_sm90, conv2d_wgrad_tf32_sm90"),
     (convolution(WGRAD, (32, 32, 32), 64, 64, 5), "gemm_sm90"),
     (convolution(WGRAD, (64, 32, 32), 256, 256, 3, stride=(2, 2), out=Image((64, 16, 16, 256), BF16)), "gemm_sm90"),
@@ -70,6 +73,15 @@ def test_it_takes_strides_one_tap_and_small_images(problem, row):
     if row == "gemm_sm90":
         assert chosen.left == problem.wanted & (SUMMED | NORMED)
     assert CONVOLUTION.select(problem, "sm_80").row.name in ("conv2d", "matmul")
+
+
+def test_conv2d_leaves_only_statistics_that_it_cannot_write():
+    """Of 14 x 14 pixels a warp's rows are of two images."""
+    for side, writes in ((16, True), (14, False)):
+        asked = convolution(FPROP, (64, 2 * side, 2 * side), 64, 64, 3, stride=(2, 2),
+                            out=Image((64, side, side, 64), BF16))
+        without, summed = (windows_sm90.otherwise(asked._replace(wanted=wanted)) for wanted in (frozenset(), SUMMED))
+        assert (summed == without) == writes
 
 
 @pytest.mark.parametrize("images, share", [(128, 1), (256, windows_sm90.SMALL_SHARE)])
@@ -196,7 +208,10 @@ def test_weight_gradients(hopper, monkeypatch, rng, images, kernel, stride, padd
             given = Operands(on_gpu(x), weight, on_gpu(dout), add=add)
             problem = problem_of(WGRAD, given, stride, padding)
             part, = windows_sm90.parts_of(problem)
-            windows_sm90.run(given, Offer(plan=[(part, plan)]), problem)
+            added_to = []
+            with tiles.watched(lambda planner, asked, launch, to, leaves, told=added_to: told.extend(to)):
+                windows_sm90.run(given, Offer(plan=[(part, plan)]), problem)
+            assert len(added_to) == add
             found[add, count] = Tensor(weight).numpy()
         assert relative_error(found[False, 132], expected) < 1e-4, plan
         assert relative_error(found[True, 132], expected + before) < 1e-4, plan
