@@ -103,8 +103,8 @@ __device__ __forceinline__ void leave_rows(const u8* shared, float* row_lse, flo
         }
         if (!sums_v) continue;
         float sum = lane_sum(columns);
-        i64 place = (i64)(tile * 4 + thread / 32) * token + QUAD * 8 + GROUP;
-        if (QUAD * 8 + GROUP < D) sums_k[place] = 0.0f, sums_v[place] = sum;
+        i64 at = (i64)(tile * 4 + thread / 32) * token + QUAD * 8 + GROUP;
+        if (QUAD * 8 + GROUP < D) sums_k[at] = 0.0f, sums_v[at] = sum;
     }
 #pragma unroll
     for (int i = 0; i < LSES; i++)

@@ -149,7 +149,8 @@ def _left(p: Problem, fused: frozenset[str]) -> float:
 
 
 def otherwise(p: Problem) -> float:
-    """Estimated microseconds of conv2d_sm90, or of conv2d where conv2d_sm90 does not serve the problem."""
+    """Estimated microseconds of conv2d_sm90, or of conv2d where conv2d_sm90 does not serve the problem. What conv2d
+    fuses is said of its chosen plan, which tuning may change."""
     found = sm90.offer(p)
     if found is None:
         return portable.microseconds(p) + _left(p, portable.offer(p).fused)
