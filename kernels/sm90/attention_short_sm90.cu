@@ -13,7 +13,7 @@
 //   Keys       In a round each of GROUPS warpgroups has a tile of 64 keys, and walks over the tiles of queries. The scores are
 //              transposed: the rows of p and ds are its keys. From registers they are the left operands of dv and dk.
 //   Queries    ds goes to shared memory too. There a warpgroup multiplies ds of a tile of queries and of the round's keys by these
-//              keys: dq. With as many warpgroups as tiles there is one round: all ds are kept, and each multiplies a tile at the
+//              keys: dq. With as many warpgroups as tiles there is one round: all ds stay there, and each multiplies a tile at the
 //              end. With fewer, a tile of queries is multiplied by its owner as soon as all have left its ds, and between rounds
 //              dq waits in shared memory.
 //   Sums       No reduction over keys is needed. A query's weights add up to 1, so those of dv are those of dout. To all keys of a
@@ -26,9 +26,9 @@
 #include "attention_sm90.cuh"
 
 constexpr int THREADS = 128 * GROUPS, BLOCKS = GROUPS == 1 ? 4 : GROUPS == 2 ? 2 : 1;  // that fit a multiprocessor by registers
-constexpr int D_SCORES = 64 * 128;          // bytes of a tile of ds
-constexpr bool KEPT = GROUPS == TILES;      // whether all ds are, until the end
-constexpr int DS_TILES = KEPT ? TILES : 1;  // of a warpgroup
+constexpr int D_SCORES = 64 * 128;               // bytes of a tile of ds
+constexpr bool ONE_ROUND = GROUPS == TILES;      // then all ds stay in shared memory until the end
+constexpr int DS_TILES = ONE_ROUND ? TILES : 1;  // of a warpgroup
 
 // Named barriers; warpgroup_meets uses 1 to GROUPS. At WRITTEN the owner waits until all have left ds, at read_at(step) all others
 // wait until it has read them. Two steps take different ones: an owner may come to the next step's before all have left its own.
@@ -158,7 +158,7 @@ backward(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap 
     float* row_delta = row_lse + TILES * 64;
     int heads = gridDim.x, h = blockIdx.x, n = blockIdx.y, thread = threadIdx.x % 128;
     int group = __shfl_sync(~0u, threadIdx.x / 128, 0);  // so that ptxas knows that a warp takes one way
-    int tiles = CEIL_DIV(Tq, 64), key_tiles = CEIL_DIV(Tk, 64), rounds = KEPT ? 1 : CEIL_DIV(key_tiles, GROUPS);
+    int tiles = CEIL_DIV(Tq, 64), key_tiles = CEIL_DIV(Tk, 64), rounds = ONE_ROUND ? 1 : CEIL_DIV(key_tiles, GROUPS);
     u32 own_k = base + KEYS + group * 2 * TILE, own_ds = base + SCORES + group * DS_TILES * D_SCORES;
     u32 keys_here = barriers + 8 * (TILES + group);
     if (threadIdx.x == 0) {
@@ -175,7 +175,7 @@ backward(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap 
     };
     if (thread == 0) {
         for (int i = group; i < tiles; i += GROUPS) load(barriers + 8 * i, base + i * 2 * TILE, q, dout, i);
-        if (KEPT || group < key_tiles) load(keys_here, own_k, k, v, group);
+        if (ONE_ROUND || group < key_tiles) load(keys_here, own_k, k, v, group);
     }
     __syncwarp();
 
@@ -213,14 +213,14 @@ backward(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap 
 #pragma unroll 1
     for (int round = 0; round < rounds; round++) {
         int key_tile = round * GROUPS + group, left = Tk - key_tile * 64;
-        if (KEPT || left > 0) barrier_wait(keys_here, round % 2);
+        if (ONE_ROUND || left > 0) barrier_wait(keys_here, round % 2);
 #pragma unroll 1
         for (int i = 0; i < tiles; i++) {
             bool owner = i % GROUPS == group;
             int step = round * tiles + i;
-            u32 q_tile = base + i * 2 * TILE, ds_tile = own_ds + (KEPT ? i * D_SCORES : 0);
+            u32 q_tile = base + i * 2 * TILE, ds_tile = own_ds + (ONE_ROUND ? i * D_SCORES : 0);
             auto until_free = [&] {  // ds_tile
-                if (KEPT) return;
+                if (ONE_ROUND) return;
                 if (i > 0) {
                     if ((i - 1) % GROUPS != group) wait_at(read_at(step - 1));
                 } else if (round > 0) {  // dk and dv lay there
@@ -229,7 +229,7 @@ backward(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap 
                 }
             };
             barrier_wait(barriers + 8 * i, 0);
-            if (!KEPT && left <= 0)
+            if (!ONE_ROUND && left <= 0)
                 until_free();
             else if (Tq - i * 64 > FEW)
                 attended<64>(dk_acc, dv_acc, own_k, q_tile, ds_tile, row_lse + i * 64, row_delta + i * 64, left, scale * LOG2E,
@@ -237,7 +237,7 @@ backward(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap 
             else
                 attended<FEW>(dk_acc, dv_acc, own_k, q_tile, ds_tile, row_lse + i * 64, row_delta + i * 64, left, scale * LOG2E,
                               i > 0, until_free);
-            if (KEPT) continue;
+            if (ONE_ROUND) continue;
             fence_writes();
             if (!owner) {
                 arrive_at(WRITTEN);
@@ -262,7 +262,7 @@ backward(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap 
             else
                 store(dq, dq_acc, scale, q_tile, i, sums_q);  // nobody reads the queries again
         }
-        if constexpr (KEPT) {
+        if constexpr (ONE_ROUND) {
             fence_writes();
             __syncthreads();  // all have left ds, and read q, dout and v
             float dq_acc[DP / 2];

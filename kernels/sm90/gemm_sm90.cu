@@ -76,7 +76,7 @@ constexpr int B_PANELS = CEIL_DIV(BN, 64);  // under B_MN
 constexpr int A_BYTES = ROWS * ROW_BYTES, B_BYTES = B_MN ? B_PANELS * PANEL_BYTES : BN * ROW_BYTES, STAGE_BYTES = A_BYTES + B_BYTES;
 constexpr int WIDTH = BN / CLUSTER;  // columns of a tile that a block finishes
 constexpr bool ROUNDS = sizeof(OUT) == 2;
-constexpr bool WEIGHTS = WINDOWS && A_MN;
+constexpr bool WGRAD = WINDOWS && A_MN;
 constexpr bool READS = ADDS || GATES || MULTIPLIES;  // `other`
 // A warpgroup's panels in shared memory: all of a tile's where `other` lies there first, with one more under KEEPS, and where they
 // are three or fewer. Else two are written in turns: while TMA reads one, the other is written.
@@ -87,11 +87,11 @@ constexpr int BAND = 16;
 
 struct Sizes {
     int M, N, depth, batches, parts, split, R, S, H, W, top, left, down, across;
-    __device__ __forceinline__ int channels() const { return M / (R * S); }  // of WEIGHTS
-    __device__ __forceinline__ int chunks() const { return CEIL_DIV(WEIGHTS ? channels() : depth, DEPTH); }  // of 64 channels
+    __device__ __forceinline__ int channels() const { return M / (R * S); }  // of WGRAD
+    __device__ __forceinline__ int chunks() const { return CEIL_DIV(WGRAD ? channels() : depth, DEPTH); }  // of 64 channels
     __device__ __forceinline__ int steps() const { return WINDOWS && !A_MN ? chunks() * R * S : CEIL_DIV(depth, DEPTH); }
-    // Rows of tiles. Those of WEIGHTS are two chunks of taps.
-    __device__ __forceinline__ int rows() const { return WEIGHTS ? CEIL_DIV(chunks() * R * S, ROWS / 64) : CEIL_DIV(M, ROWS); }
+    // Rows of tiles. Those of WGRAD are two chunks of taps.
+    __device__ __forceinline__ int rows() const { return WGRAD ? CEIL_DIV(chunks() * R * S, ROWS / 64) : CEIL_DIV(M, ROWS); }
     __device__ __forceinline__ int tiles() const { return rows() * CEIL_DIV(N, BN) * batches * parts; }
 };
 
@@ -121,7 +121,7 @@ struct Window {
         : image(row / (sizes.H * sizes.W)), h(row % (sizes.H * sizes.W) / sizes.W), w(row % sizes.W) {}
 };
 
-// What 64 rows of a tile of WEIGHTS are: the channels from `channel` on, under a tap. A last tile may have a tap too many.
+// What 64 rows of a tile of WGRAD are: the channels from `channel` on, under a tap. A last tile may have a tap too many.
 struct Tap {
     int index, channel, r, s;
     __device__ __forceinline__ Tap(int row, const Sizes& sizes)
@@ -136,14 +136,14 @@ __device__ __forceinline__ void produce(Ring ring, Ring biases, const TensorMap&
         Tile tile(i, sizes, rank);
         Window window(tile.m0, sizes);
         int h = window.h * sizes.down + sizes.top, w = window.w * sizes.across + sizes.left;
-        Tap taps[] = {{tile.m0, sizes}, {tile.m0 + 64, sizes}};  // of WEIGHTS
+        Tap taps[] = {{tile.m0, sizes}, {tile.m0 + 64, sizes}};  // of WGRAD
 #pragma unroll 1
         for (int step = tile.first; step < tile.last; step++) {
             int tap = WINDOWS && !A_MN ? step / chunks : 0, k = (step - tap * chunks) * DEPTH, r = tap / sizes.S, s = tap % sizes.S;
             const TensorMap& source = k < sizes.split ? a : a2;
             int k_a = k < sizes.split ? k : k - sizes.split;
             u32 full = ring.acquire(STAGE_BYTES), at_a = ring.buffer(), at_b = at_a + A_BYTES;
-            if constexpr (WEIGHTS) {
+            if constexpr (WGRAD) {
                 Window first(k, sizes);
                 int from_w = first.w * sizes.across + sizes.left, from_h = first.h * sizes.down + sizes.top;
 #pragma unroll
@@ -399,7 +399,7 @@ gemm_sm90(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
             if (bias) biases.release();
         } else {
             int first = m0, end = M;  // rows of the result
-            if constexpr (WEIGHTS) {
+            if constexpr (WGRAD) {
                 Tap tap(m0, sizes);
                 first = tap.index * sizes.channels() + tap.channel, end = min(M, (tap.index + 1) * sizes.channels());
             }

@@ -31,7 +31,7 @@ from cudiff.cuda.tensor_map import Windows
 
 NORM_SHARE = 1.1  # factor on conv2d_sm90's estimate if it fuses the norm's backward
 SMALL_SHARE = 1.12  # factor if a block does several of its smallest tiles: 46.7 µs for 40.4 estimated, 41.4 for 36.9
-WGRAD_SHARE = 0.55  # factor on conv2d's estimate of wgrad: 12 problems took 0.46 to 0.58 of it, with sums and a stride
+WGRAD_SHARE = 0.55  # factor on conv2d's estimate of wgrad: 10 problems with a stride took 0.48 to 0.58 of it with sums
 # Bytes of windows read in a microsecond, and more for each tap; they are read for each tap and each column of tiles.
 # 5x5 and 7x7 of 64 channels, which the cache serves better, reached 5.2e6 and 6.2e6.
 WINDOW_BYTES, TAP_BYTES = 4.3e6, 35e3
@@ -78,8 +78,7 @@ def offer(p: Problem) -> Offer | None:
         return None
     parts = parts_of(p)
     fused = p.wanted & (EPILOGUE | {Fusion.SECOND_SOURCE})
-    share = WGRAD_SHARE if p.direction == WGRAD else 1
-    if sum(_estimate(p, part) for part in parts) + _left(p, fused) >= share * otherwise(p):
+    if sum(_estimate(p, part) for part in parts) + _left(p, fused) >= otherwise(p):
         return None
     return Offer(fused, [(part, plan(*_product(p, part))) for part in parts])
 
@@ -153,7 +152,8 @@ def otherwise(p: Problem) -> float:
     fuses is said of its chosen plan, which tuning may change."""
     found = sm90.offer(p)
     if found is None:
-        return portable.microseconds(p) + _left(p, portable.offer(p).fused)
+        share = WGRAD_SHARE if p.direction == WGRAD else 1
+        return share * portable.microseconds(p) + _left(p, portable.offer(p).fused)
     rows, columns, depth, _ = _product(p, *parts_of(p))
     images, one_tap = p.x.shape[:3], p.kernel == (1, 1)
     if one_tap:
