@@ -24,7 +24,7 @@ from cudiff.cuda.kernels.norm import sm90 as norm
 from cudiff.cuda.tiles import Planner, name_of, read, user_file
 from cudiff.data import Dataset
 from cudiff.errors import CudiffError
-from cudiff.ops import group_norm
+from cudiff.ops import group_norm, norm_silu_conv2d
 from cudiff.tensor import Tensor
 from cudiff.train import Trainer
 
@@ -334,6 +334,16 @@ def test_norms_say_what_they_add_to_and_which_plans_leave_the_same(host):
             group_norm(x, weight, bias).backward(host.zeros(x.shape, bfloat16))
     backward = [ids for kernel, ids in added if kernel == "group_norm_backward_sm90-1"]
     assert backward == [[], [id(x.grad), id(weight.grad), id(bias.grad)]]
+
+
+def test_a_norm_that_recomputes_its_output_says_that_dy_is_overwritten(host):
+    changed = []
+    x = Tensor(host.zeros((2, 8, 8, 64), bfloat16), requires_grad=True)
+    norm, kernel = Tensor(host.zeros(64, np.float32)), Tensor(host.zeros((64, 3, 3, 64), bfloat16), requires_grad=True)
+    out = norm_silu_conv2d(x, weight=kernel, norm_weight=norm, norm_bias=norm, upsample=True)
+    with tiles.watched(lambda planner, problem, launch, to, leaves: changed.append((planner.kernel, len(to)))):
+        out.backward(host.zeros(out.shape, bfloat16))
+    assert [count for kernel, count in changed if kernel == "group_norm_backward_sm90-1"] == [1]
 
 
 def test_plans_that_leave_no_sums_for_a_norm_are_not_compared_with_those_that_do(tuned_host_of, monkeypatch):

@@ -76,8 +76,8 @@ class Planner(Generic[P]):
             leaves: Callable[[P], Any] = lambda plan: None, chosen: P | None = None) -> R:
         """launch(plan) with `chosen`, or the problem's plan if that is None.
 
-        added_to: arrays that the launch adds to, instead of overwriting them. leaves(plan): what a plan computes beside
-        the result, for which other plans need another launch. Tuning compares only plans that agree in it.
+        added_to: arrays that the launch adds to, or reads before it overwrites them. leaves(plan): what a plan computes
+        beside the result, for which other plans need another launch. Tuning compares only plans that agree in it.
         """
         if _watch is not None:
             _watch(self, problem, launch, added_to, leaves)

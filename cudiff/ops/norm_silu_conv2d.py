@@ -190,7 +190,7 @@ def _input_gradients(ctx: Any, dout: Array, needs: Inputs, into: Inputs) -> dict
     if ctx.norm is None:
         ctx.din_statistics[0] = statistics
         return {"x": out}
-    ctx.h_recomputed = empty(out.shape, out.dtype) if needs.weight else None
+    ctx.h_recomputed = out if needs.weight else None  # its own array took 2 to 11 % more memory for a step
     silu, x, x2, norm_weight, norm_bias, scale, shift, mean, rstd = ctx.norm
     results = norms.backward(  # x and x2 are the first inputs of both operations, so their statistics are too
         out, x, x2, norm_weight, norm_bias, mean, rstd, silu, scale, shift, needs=needs[:NORM], into=into[:NORM],

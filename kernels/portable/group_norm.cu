@@ -389,12 +389,12 @@ constexpr int DEPTH = 2;  // shared memory has no room for more
 //                    `sum_tiles` tiles, and the totals are written too.
 //   sums, sums2      float (N, tiles, C1) and (N, tiles, C2), or null: dx and dx2, addends included, summed over each tile's
 //                    pixels before rounding. They are partials of a bias' gradient.
-//   y                the recomputed output, or null.
+//   y                the recomputed output, or null. May be dy itself.
 //   silu             0, SILU, or SILU_DONE where dy is d_preact.
 // The previous kernel writes none of x, the parameters, mean and rstd. They are read before wait_for_previous.
 extern "C" __global__ __launch_bounds__(THREADS, 2) void input_gradients(
     T* dx, const T* addend, T* dx2, const T* addend2, T* y, float* sums, float* sums2, const float2* means, const float2* tile_sums,
-    int sum_tiles, TOTALS, const T* __restrict__ dy, const T* __restrict__ x, const T* __restrict__ x2, AFFINE, EXTENT,
+    int sum_tiles, TOTALS, const T* dy, const T* __restrict__ x, const T* __restrict__ x2, AFFINE, EXTENT,
     int silu) {
     __shared__ float scratch[V * THREADS];
     __shared__ __align__(16) float table[5 * WIDTH];

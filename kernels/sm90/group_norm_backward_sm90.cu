@@ -117,13 +117,13 @@ __device__ __forceinline__ void store_totals(const Modulation& own, float2 total
 
 // Writes
 //   dx, dx2           either may be null.
-//   y                 the recomputed output, or null.
+//   y                 the recomputed output, or null. May be dy itself.
 //   sums, sums2       float (N, parts, C1) and (N, parts, C2), or null, as in input_gradients.
 //   totals            float2 (N, C), or null; it and dscale, dshift are as in finish_sums.
 //   dweight, dbias    (C), or null; where blocks add.
 extern "C" __global__ __launch_bounds__(THREADS, 1) void backward(
     const __grid_constant__ TensorMap map, const __grid_constant__ TensorMap map2, const __grid_constant__ TensorMap dy_map,
-    const T* __restrict__ x, const T* __restrict__ x2, const T* __restrict__ dy, T* dx, const T* addend, T* dx2,
+    const T* __restrict__ x, const T* __restrict__ x2, const T* dy, T* dx, const T* addend, T* dx2,
     const T* addend2, T* y, float* sums, float* sums2, float2* totals, float* dscale, int add_scale, float* dshift, int add_shift,
     float* dweight, int add_weight, float* dbias, int add_bias, AFFINE, Exchange* exchange, int N, int S, int C1, int C2, int silu,
     int parts, int boxes) {

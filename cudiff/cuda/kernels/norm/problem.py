@@ -93,8 +93,8 @@ class Backward(NamedTuple):
     needs: tuple[bool, ...]
 
     def added_to(self) -> list[Array]:
-        """The arrays of gradients that the kernel adds to, instead of overwriting them."""
-        targets = (self.dx, self.dx2, self.dweight, self.dbias, self.dscale, self.dshift)
+        """The arrays that the kernel reads and changes: the gradients that it adds to, and dy if y is dy."""
+        targets = (self.dx, self.dx2, self.dweight, self.dbias, self.dscale, self.dshift, (self.y, self.dy))
         return [out for out, before in targets if out is not None and (before is True or before is out)]
 
     def make_sums(self, p: Problem, tiles: int) -> tuple[Array | None, Array | None]:

@@ -57,9 +57,10 @@ def backward(dy: Array, x: Array, x2: Array | None, weight: Array, bias: Array, 
     """Returns dx, dx2, dweight, dbias, dscale, dshift, each None if `needs` is False for it.
 
     They are written where `gradient_target` says; dx and dx2 where `gradient_sum` does, a lone dx where `gradient_sums`
-    does. All but dx and dx2 are float32. y: receives the recomputed output, or None. din_statistics: receives SUMS of
-    dx at 0 and of dx2 at 1, earlier terms included, or None. statistics: PRODUCTS that came with dy, or None; for
-    float32 the second is of d_preact·(x - mean). With them dy is d_preact: see `dgrad` of convolutions.
+    does. All but dx and dx2 are float32. y: receives the recomputed output, or None. It may be dy.
+    din_statistics: receives SUMS of dx at 0 and of dx2 at 1, earlier terms included, or None. statistics: PRODUCTS that
+    came with dy, or None; for float32 the second is of d_preact·(x - mean). With them dy is d_preact: see `dgrad` of
+    convolutions.
     """
     n, pixels, channels1, channels2 = extent(x, x2)
     channels, groups = channels1 + channels2, mean.shape[1]
