@@ -149,8 +149,7 @@ __device__ __forceinline__ void multiply_weights(float (&c)[DP / 2], const u32 (
 }
 
 // The online softmax, on the scores s of 64 queries and 2 COUNT keys. A lane has parts of two rows, GROUP and GROUP + 8.
-// Rows are scaled down only where a weight would exceed 2^SLACK, which is rare.
-constexpr float SLACK = 8.0f;
+// Rows are scaled down only where weights would be large, which is rare.
 
 // The scores of column `columns` and of those after it become -inf.
 template <int COUNT> __device__ __forceinline__ void mask(float (&s)[COUNT], int columns) {
@@ -158,11 +157,11 @@ template <int COUNT> __device__ __forceinline__ void mask(float (&s)[COUNT], int
     for (int i = 0; i < COUNT; i++)
         if (i / 4 * 8 + 2 * QUAD + i % 2 >= columns) s[i] = -infinity();
 }
-// A score has the weight 2^(score * scale2 - top). Where a row of the warp has a score of a weight over 2^SLACK, `top` of every
+// A score has the weight 2^(score * scale2 - top). Where a row of the warp has a score of a weight over 2^slack, `top` of every
 // row is raised to its largest score so far, and shrink(r, factor) is called for both rows of a lane: what was summed of row r
 // is to be multiplied by the factor. Returns whether that was so.
 template <int COUNT, class Shrink>
-__device__ __forceinline__ bool raise_top(const float (&s)[COUNT], float (&top)[2], float scale2, Shrink shrink) {
+__device__ __forceinline__ bool raise_top(const float (&s)[COUNT], float (&top)[2], float scale2, float slack, Shrink shrink) {
     float high[2];
 #pragma unroll
     for (int r = 0; r < 2; r++) {
@@ -171,7 +170,7 @@ __device__ __forceinline__ bool raise_top(const float (&s)[COUNT], float (&top)[
         for (int i = 0; i < COUNT; i += 4) high[r] = fmaxf(high[r], fmaxf(s[i + 2 * r], s[i + 2 * r + 1]));
         high[r] = max_quad(high[r]) * scale2;
     }
-    bool raised = __any_sync(~0u, high[0] > top[0] + SLACK || high[1] > top[1] + SLACK);
+    bool raised = __any_sync(~0u, high[0] > top[0] + slack || high[1] > top[1] + slack);
     if (raised)
 #pragma unroll
         for (int r = 0; r < 2; r++) {
@@ -186,7 +185,7 @@ template <int COUNT> __device__ __forceinline__ void scale_row(float (&c)[COUNT]
 #pragma unroll
     for (int i = 0; i < COUNT; i += 4) c[i + 2 * r] *= factor, c[i + 2 * r + 1] *= factor;
 }
-// Turn scores into weights, and add these to `sum`, this lane's part of the denominators.
+// Turn scores into weights, and add these to `sum`, for both rows of a lane.
 template <int COUNT>
 __device__ __forceinline__ void weigh(float (&s)[COUNT], const float (&top)[2], float (&sum)[2], float scale2) {
 #pragma unroll

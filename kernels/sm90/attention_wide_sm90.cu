@@ -90,7 +90,7 @@ __device__ __forceinline__ void attend(float (&acc)[DP / 2], float (&top)[2], fl
     rings.keys.release();
     if (KEYS > Tk) mask(s, Tk);
     auto raise = [&] {
-        return raise_top(s, top, scale2, [&](int r, float factor) { sum[r] *= factor, shrink[r] = factor; });
+        return raise_top(s, top, scale2, 8.0f, [&](int r, float factor) { sum[r] *= factor, shrink[r] = factor; });
     };
     raise();
     weigh(s, top, sum, scale2);

@@ -31,6 +31,14 @@ __device__ __forceinline__ void fence_barriers() { asm volatile("fence.mbarrier_
 // A barrier of the threads of one warpgroup.
 __device__ __forceinline__ void warpgroup_meets() { asm volatile("bar.sync %0, 128;" ::"r"(1 + threadIdx.x / 128) : "memory"); }
 
+// The same. Returns whether `holds` is true for any of them.
+__device__ __forceinline__ bool any_of_warpgroup(bool holds) {
+    u32 any;
+    asm volatile("{\n.reg .pred p, q;\nsetp.ne.u32 p, %1, 0;\nbar.red.or.pred q, %2, 128, p;\nselp.u32 %0, 1, 0, q;\n}"
+                 : "=r"(any) : "r"((u32)holds), "r"(1 + threadIdx.x / 128) : "memory");
+    return any;
+}
+
 // Gives each thread of a warpgroup COUNT registers from here on; every warp calls it. With MORE the count rises: the call waits
 // until others have given so many back.
 template <int COUNT, bool MORE> __device__ __forceinline__ void set_registers() {

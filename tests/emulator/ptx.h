@@ -338,6 +338,15 @@ template <Text TEXT, typename... Operands> inline void ptx(Operands&&... operand
         else if constexpr (TEXT.has("bar.sync %0")) meet(self->block->barriers[OPERAND(0)], TEXT.number_after(", "));
         else meet(self->block->barriers[TEXT.number_after("bar.sync ")], OPERAND(0));
     }
+    IS("bar.red.or.pred") {
+        int any = (int)OPERAND(1);
+        meet_group(&any, [](const void* const* operands) {
+            int all = 0;
+            for (int i = 0; i < 128; i++) all |= *(const int*)operands[i];
+            for (int i = 0; i < 128; i++) *(int*)operands[i] = all;
+        });
+        OPERAND(0) = (uint32_t)any;
+    }
     IS("bar.arrive") arrive(self->block->barriers[OPERAND(0)], OPERAND(1));
     IS("barrier.cluster.arrive") arrive_cluster();
     IS("barrier.cluster.wait") wait_cluster();
