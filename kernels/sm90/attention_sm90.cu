@@ -84,35 +84,27 @@ template <int COUNT> __device__ __forceinline__ void mask_queries(float (&s)[COU
 // A block's tile of queries. With a mask the last ones begin first: by a causal mask they have most keys.
 __device__ __forceinline__ int last_first() { return MASKED ? gridDim.x - 1 - blockIdx.x : blockIdx.x; }
 
-constexpr float LARGE = 256.0f;  // a sum of a lane's weights above it: 16-bit floats hold each of them
-
 // A row's `top` before its first score. It is finite where MASKED: a row of which no score counts has weights of 0, not NaN.
 __device__ __forceinline__ float lowest() { return MASKED ? -3.0e38f : -infinity(); }
 
 // A step of the online softmax: adds to acc and sum what 64 queries get from the first KEYS tokens of a tile of keys, and of
 // the tile of values behind it. `left` tokens exist; those after them are masked. The queries lie from `first` on.
-// Only the first step looks for the largest scores. A later one looks at sums of its weights, which take fewer instructions: 16 heads
-// of 4,096 tokens and 64 channels 299 µs for 309. If one is large, it computes the scores again, and looks for the largest.
 template <int KEYS>
 __device__ __forceinline__ void attend(float (&acc)[DP / 2], float (&top)[2], float (&sum)[2], u32 queries, u32 tile, int left,
                                        float scale2, bool begins, const Mask& pairs, TileState state, int first, int step) {
-    float s[KEYS / 2], added[2];
+    float s[KEYS / 2];
     u32 weights[KEYS / 16][4];
     u64 attends[2];
     load_mask(attends, pairs, state, first, step);
-    for (bool raises = begins;; raises = true) {
+    auto score = [&](bool) {
         wgmma_fence();
         multiply_tokens<KEYS / 2, 64>(s, queries, tile);
         wgmma_commit();
         wgmma_wait<0>();
         if (left < KEYS) mask(s, left);
         mask_keys(s, attends);
-        if (raises) raise_top(s, top, scale2, 0.0f, [&](int r, float factor) { sum[r] *= factor, scale_row(acc, r, factor); });
-        added[0] = added[1] = 0.0f;
-        weigh(s, top, added, scale2);
-        if (raises || !any_of_warpgroup(added[0] > LARGE || added[1] > LARGE)) break;
-    }
-    sum[0] += added[0], sum[1] += added[1];
+    };
+    weigh(s, top, sum, scale2, begins, score, [&](int r, float factor) { scale_row(acc, r, factor); });
     round_fragments(s, weights);
     wgmma_fence();
     multiply_weights<KEYS / 16, 64>(acc, weights, tile + TILE, MASKED || !begins);

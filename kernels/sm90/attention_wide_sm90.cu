@@ -80,20 +80,21 @@ __device__ __forceinline__ void produce(Rings rings, const TileMap& q, const Til
 __device__ __forceinline__ void attend(float (&acc)[DP / 2], float (&top)[2], float (&sum)[2], Rings& rings, u32 own, int group,
                                        int Tk, float scale2) {
     int steps = CEIL_DIV(Tk, KEYS);
-    float s[KEYS / 2], shrink[2];
+    float s[KEYS / 2], factors[2];
     u32 weights[KEYS / 16][4];
-    rings.keys.wait();
-    wgmma_fence();
-    multiply_tokens(s, own, rings.keys.buffer());
-    wgmma_commit();
-    wgmma_wait<0>();
-    rings.keys.release();
-    if (KEYS > Tk) mask(s, Tk);
-    auto raise = [&] {
-        return raise_top(s, top, scale2, 8.0f, [&](int r, float factor) { sum[r] *= factor, shrink[r] = factor; });
+    auto score = [&](int step, bool computes) {
+        if (computes) {
+            wgmma_fence();
+            multiply_tokens(s, own, rings.keys.buffer());
+            wgmma_commit();
+            wgmma_wait<0>();
+        }
+        if ((step + 1) * KEYS > Tk) mask(s, Tk - step * KEYS);
     };
-    raise();
-    weigh(s, top, sum, scale2);
+    auto shrink = [&](int r, float factor) { factors[r] = factor; };
+    rings.keys.wait();
+    weigh(s, top, sum, scale2, true, [&](bool) { score(0, true); }, shrink);
+    rings.keys.release();
     round_fragments(s, weights);
 #pragma unroll 1
     for (int step = 1; step < steps; step++) {
@@ -106,13 +107,11 @@ __device__ __forceinline__ void attend(float (&acc)[DP / 2], float (&top)[2], fl
         wgmma_commit();
         pass_turn(group);
         wgmma_wait<1>();
+        bool shrinks = weigh(s, top, sum, scale2, false, [&](bool again) { score(step, again); }, shrink);
         rings.keys.release();
-        if ((step + 1) * KEYS > Tk) mask(s, Tk - step * KEYS);
-        bool raised = raise();
-        weigh(s, top, sum, scale2);
         wgmma_wait<0>();
         rings.values.release();
-        if (raised) scale_row(acc, 0, shrink[0]), scale_row(acc, 1, shrink[1]);
+        if (shrinks) scale_row(acc, 0, factors[0]), scale_row(acc, 1, factors[1]);
         round_fragments(s, weights);
     }
     rings.values.wait();
