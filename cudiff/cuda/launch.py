@@ -39,8 +39,8 @@ _PACKED: dict[type, str] = {
 }
 
 
-class _Buffers(threading.local):
-    """This thread's buffers for a launch, which the driver reads: configuration, attributes, arguments, their
+class _Buffers:
+    """A thread's buffers for a launch, which the driver reads: configuration, attributes, arguments, their
     addresses."""
 
     def __init__(self) -> None:
@@ -65,9 +65,15 @@ class _Buffers(threading.local):
         return found
 
 
-@functools.cache
-def _buffers() -> _Buffers:
-    return _Buffers()
+class _Thread(threading.local):
+    launches = 0
+
+    @functools.cached_property
+    def buffers(self) -> _Buffers:
+        return _Buffers()
+
+
+_thread = _Thread()
 
 
 def pack(args: Sequence[Any]) -> tuple[list[Kind], list[Any]]:
@@ -76,22 +82,25 @@ def pack(args: Sequence[Any]) -> tuple[list[Kind], list[Any]]:
     A Python int becomes an int32, a float a float32, None a null pointer. NumPy scalars keep their type. A CuPy array
     passes its address, bytes (a tensor map) and a NumPy array (a table) all their bytes.
     """
-    kinds, values = [], []
-    for arg in args:
-        kind: Kind = type(arg)
-        if kind not in _PACKED:
-            if kind is bytes:
-                kind = len(arg)
-            elif kind is np.ndarray:
-                arg = arg.tobytes()
-                kind = len(arg)
-            else:
-                kind, arg = arg.dtype, arg.data.ptr
-        elif arg is None:
-            arg = 0
-        kinds.append(kind)
-        values.append(arg)
+    kinds: list[Kind] = list(map(type, args))
+    values = list(args)
+    for i in _others(*kinds):
+        arg = args[i]
+        if arg is None:
+            values[i] = 0
+        elif kinds[i] is bytes:
+            kinds[i] = len(arg)
+        elif kinds[i] is np.ndarray:
+            kinds[i], values[i] = arg.nbytes, arg.tobytes()
+        else:
+            kinds[i], values[i] = arg.dtype, arg.data.ptr
     return kinds, values
+
+
+@functools.cache
+def _others(*kinds: type) -> list[int]:
+    """The places of the arguments that `struct` does not take as they are."""
+    return [i for i, kind in enumerate(kinds) if kind not in _PACKED or kind is type(None)]
 
 
 def as_float32(values: Sequence[Any]) -> list[Any]:
@@ -138,7 +147,7 @@ class Kernel:
 
     def __call__(self, grid: tuple[int, ...], block: tuple[int, ...], args: Sequence[Any], shared_mem: int = 0,
                  cooperative: bool = False) -> None:
-        buffers = _buffers()
+        buffers = _thread.buffers
         kinds, values = pack(args)
         layout, addresses = buffers.layouts.get((self, *kinds)) or buffers.layout(self, kinds)
         try:
@@ -169,16 +178,9 @@ class Kernel:
 _kernels: dict[tuple, Kernel] = {}
 
 
-class _Count(threading.local):
-    launches = 0
-
-
-_count = _Count()
-
-
 def launches() -> int:
     """How many kernels this thread has launched, CuPy's own not counted. To count a part, subtract two results."""
-    return _count.launches
+    return _thread.launches
 
 
 def kernel(stem: str, name: str, **constants: Any) -> Callable[..., None]:
@@ -215,7 +217,7 @@ class Launch:
             found = kernel(self._stem, self._name, **self._constants)
             if isinstance(found, Kernel):  # not where kernels are compiled ahead
                 self._loaded[place] = found
-        _count.launches += 1
+        _thread.launches += 1
         found(self._grid, self._block, args, self._shared, self._cooperative)
 
 
@@ -228,7 +230,7 @@ def launch(stem: str, name: str, grid: Any, block: Any, args: Sequence[Any], sha
     """
     grid = grid if isinstance(grid, tuple) else (grid,)
     block = block if isinstance(block, tuple) else (block,)
-    _count.launches += 1
+    _thread.launches += 1
     kernel(stem, name, **constants)(grid, block, args, shared_mem=shared, cooperative=cooperative)
 
 
@@ -243,7 +245,7 @@ def blocks(count: int, per_block: int) -> int:
 
 def empty(shape: Any, dtype: Any) -> Array:
     """An uninitialised CuPy array."""
-    return get_cupy().empty(shape, dtype)
+    return get_cupy().ndarray(shape, dtype)
 
 
 def aligned(array: Array, *lengths: int) -> bool:
