@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from cudiff.backend import Array, compute_dtype, device_of, device_of_type, float32, float64, is_array, is_float
+from cudiff.gradient import Slot
 from cudiff.mode import mode
 from cudiff.statistics import ChannelStatistics
 from cudiff.tensor import Tensor, now
@@ -231,9 +232,11 @@ def nodes_below(root: Node, since: int = -1) -> list[Node]:
     return [found[index] for index in sorted(found, reverse=True)]
 
 
-def fitting_gradients(node: Node, results: Any, kind: type, device: str, before_read: Callable[[Array], None]) -> tuple:
-    """What a backward returned, checked and cast as `Function` says. kind: the usual type of arrays on `device`.
-    before_read(array): called before an array's numbers are read, which a deferred launch may not have written yet.
+def fitting_gradients(node: Node, results: Any, into: list[Slot | None], kind: type, device: str,
+                      before_read: Callable[[Array], None]) -> tuple:
+    """What a backward returned, checked and cast as `Function` says. into: the slots that it got, whose own arrays fit.
+    kind: the usual type of arrays on `device`. before_read(array): called before an array's numbers are read, which a
+    deferred launch may not have written yet.
 
     Raises TypeError or ValueError as `Function` says.
     """
@@ -245,8 +248,8 @@ def fitting_gradients(node: Node, results: Any, kind: type, device: str, before_
     if len(results) != len(node.needs):
         raise ValueError(f"{name}'s backward returned {len(results)} gradients for {len(node.needs)} inputs")
     for i, (shape, dtype) in node.likes.items():
-        result = results[i]
-        if result is None:
+        result, slot = results[i], into[i]
+        if result is None or (slot is not None and result is slot.array):
             continue
         if type(result) is not kind and not _lies_on(device, result):
             raise TypeError(
