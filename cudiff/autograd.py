@@ -297,20 +297,21 @@ def _slots(node: Node, targets: dict[int, Tensor | _Gradient], queue: Queue) -> 
     """For each input the Slot with its gradient so far, or None if the backward is to make a new array."""
     into: list[Slot | None] = [None] * len(node.needs)
     ids = list(map(id, targets.values()))
-    first: dict[int, int] = {}
+    twice = len(set(ids)) < len(ids)  # the same tensor is an input twice
     for i, target in targets.items():
-        before = first.setdefault(id(target), i)
-        if before < i:  # the same tensor is an input twice
-            slot = into[before]
+        if twice and (first := next(j for j, other in targets.items() if other is target)) < i:
+            slot = into[first]
             into[i] = slot if slot is not None and slot.state is State.HOLDS else None
-        elif isinstance(target, Tensor):
-            if target._grad is not None:
-                if not target._grad_empty:
-                    queue.before_write(target._grad)
-                into[i] = Slot(target._grad, State.EMPTY if target._grad_empty else State.HOLDS)
-        elif target.array is not None:
-            elsewhere = i in node.function.adds_elsewhere
-            into[i] = _slot(target, elsewhere, elsewhere and ids.count(id(target)) == 1, queue)
+        elif isinstance(target, _Gradient):
+            if target.array is not None:
+                elsewhere = i in node.function.adds_elsewhere
+                into[i] = _slot(target, elsewhere, elsewhere and ids.count(id(target)) == 1, queue)
+        elif target._grad is not None:
+            if target._grad_empty:
+                into[i] = Slot(target._grad, State.EMPTY)
+            else:
+                queue.before_write(target._grad)
+                into[i] = Slot(target._grad)
     return into
 
 

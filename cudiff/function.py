@@ -104,9 +104,7 @@ class Function:
     @classmethod
     def apply(cls, *inputs: Tensor | Array | None, **attrs: Any) -> Any:
         """Run the forward on the inputs' device and record it. Returns a Tensor, or a tuple if forward does."""
-        if not all([x is None or isinstance(x, Tensor) for x in inputs]):
-            inputs = _wrapped(cls.__name__, inputs)
-        device, kind = _common_device(cls.__name__, inputs)
+        inputs, device, kind = _on_one_device(cls.__name__, inputs)
         if cls.compose is not None and (device == "cpu" or mode.depth > 1):
             return cls.compose(*inputs, **attrs)
         dtype, recording = cls.operand_dtype(inputs, attrs), cls.differentiable and mode.grad
@@ -174,13 +172,17 @@ def _wrapped(name: str, inputs: Sequence[Any]) -> tuple[Tensor | None, ...]:
     )
 
 
-def _common_device(name: str, inputs: Sequence[Tensor | None]) -> tuple[str, Any]:
-    """The device that all inputs are on, and the type of the last one's array. Raises ValueError where they are on
-    different devices, TypeError where there is no tensor."""
+def _on_one_device(name: str, inputs: tuple[Any, ...]) -> tuple[tuple[Any, ...], str, Any]:
+    """The inputs, `_wrapped` where they are not all tensors, the device that they are on, and the type of the last
+    one's array. Raises ValueError where they are on different devices, TypeError where there is no tensor."""
     kind: Any = None
     device = None
     for t in inputs:
-        if t is not None and type(t._data) is not kind:
+        if t is None:
+            continue
+        if not isinstance(t, Tensor):
+            return _on_one_device(name, _wrapped(name, inputs))
+        if type(t._data) is not kind:
             kind = type(t._data)
             own = device_of_type(kind)
             if device not in (None, own):
@@ -188,7 +190,7 @@ def _common_device(name: str, inputs: Sequence[Tensor | None]) -> tuple[str, Any
             device = own
     if device is None:
         raise TypeError(f"{name} got no tensor: give it one at least")
-    return device, kind
+    return inputs, device, kind
 
 
 class Node:
