@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -101,7 +100,7 @@ class Queue:
     def _overlap(self, ranges: list[_Range], wanted: _Range) -> bool:
         start, stop, _, _ = wanted
         first = bisect.bisect_left(ranges, (start - self._longest,))  # ranges before this one end too early
-        for range in itertools.islice(ranges, first, None):
+        for range in ranges[first:]:
             if range[0] >= stop:
                 return False
             if range[1] > start and _share(range, wanted):
