@@ -228,7 +228,7 @@ def nodes_below(root: Node, since: int = -1) -> list[Node]:
     stack = [root]
     while stack:
         for source in stack.pop().inputs:
-            if isinstance(source, tuple) and source[0].index > since and source[0].index not in found:
+            if type(source) is tuple and source[0].index > since and source[0].index not in found:
                 found[source[0].index] = source[0]
                 stack.append(source[0])
     return [found[index] for index in sorted(found, reverse=True)]
