@@ -236,12 +236,9 @@ def nodes_below(root: Node, since: int = -1) -> list[Node]:
 
 def fitting_gradients(node: Node, results: Any, into: list[Slot | None], kind: type, device: str,
                       before_read: Callable[[Array], None]) -> tuple:
-    """What a backward returned, checked and cast as `Function` says. into: the slots that it got, whose own arrays fit.
-    kind: the usual type of arrays on `device`. before_read(array): called before an array's numbers are read, which a
-    deferred launch may not have written yet.
-
-    Raises TypeError or ValueError as `Function` says.
-    """
+    """What a backward returned, checked and cast as `Function` says, with the TypeErrors and ValueErrors that it names.
+    into: the slots that it got, whose own arrays fit. kind: the usual type of arrays on `device`. before_read(array):
+    called before an array's numbers are read, which a deferred launch may not have written yet."""
     name = node.function.__name__
     if not isinstance(results, tuple):
         raise TypeError(
