@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from cudiff.backend import Array, array_module, device_of, is_float, is_low
+from cudiff.backend import Array, array_module, device_of, device_of_type, is_float, is_low
 from cudiff.cuda.accumulate import add_into
 from cudiff.cuda.deferred import Queue, deferred
 from cudiff.function import Node, fitting_gradients, nodes_below
@@ -111,7 +111,8 @@ class _Walk:
                     one.settle(self.queue)
             if node.ctx is None:
                 raise RuntimeError("backward() ran through this part of the tape already: run the forward again")
-            if any([one.array is not None for one in gradients]):
+            arrays = [one.array for one in gradients if one.array is not None]
+            if arrays:
                 mode.tf32 = node.ctx.tf32
                 for constant in node.constants:
                     constant.require_unchanged(recorded or node.index)
@@ -121,7 +122,8 @@ class _Walk:
                         self.down(again._source, gradients[0], before, recorded=recorded or node.index)
                 else:
                     node.ctx.dout_statistics = gradients[0].statistics
-                    _run_backward(node, gradients, self.targets(node, recorded or node.index), self.queue)
+                    targets = self.targets(node, recorded or node.index)
+                    _run_backward(node, gradients, type(arrays[0]), targets, self.queue)
             node.ctx = None  # frees what forward saved
             if after is not None:
                 after(position, self.queue)
@@ -213,12 +215,12 @@ def accumulate(total: Array, term: Array) -> None:
         add_into(total, term)
 
 
-def _run_backward(node: Node, gradients: list[_Gradient], targets: dict[int, Tensor | _Gradient], queue: Queue) -> None:
-    """Run the node's backward on the gradients of its outputs, and add the results to `targets`."""
-    fresh = node.function.fresh
+def _run_backward(node: Node, gradients: list[_Gradient], kind: type, targets: dict[int, Tensor | _Gradient],
+                  queue: Queue) -> None:
+    """Run the node's backward on the gradients of its outputs, arrays of this kind, and add the results to `targets`.
+    """
+    fresh, device = node.function.fresh, device_of_type(kind)
     douts = [one.array if fresh else one.own() for one in gradients]
-    first, *_ = [dout for dout in douts if dout is not None]
-    device = device_of(first)
     for dout in douts:
         if fresh:
             queue.before_read(dout)
@@ -230,7 +232,7 @@ def _run_backward(node: Node, gradients: list[_Gradient], targets: dict[int, Ten
     else:
         arrays = [_array_to_add_to(slot) for slot in into]
         results = node.function.backward_numpy(node.ctx, *douts, needs=node.needs, into=arrays)
-    results = fitting_gradients(node, results, type(first), device, queue.before_read)
+    results = fitting_gradients(node, results, into, kind, device, queue.before_read)
     terms: list[tuple[int, Tensor | _Gradient]] = []
     for i, target in targets.items():
         result, slot = results[i], into[i]
@@ -243,7 +245,7 @@ def _run_backward(node: Node, gradients: list[_Gradient], targets: dict[int, Ten
         else:
             target.array, target.pending, target.statistics = result, None, node.ctx.din_statistics.get(i)
     if terms:  # last, because a tensor may be two inputs: one result may be its new array, to which the other is added
-        shared = {id(one.array) for one in gradients if one.shared}.union(map(id, node.ctx.saved))
+        shared = {*map(id, node.ctx.saved), *[id(one.array) for one in gradients if one.shared]}
         _add_terms(node, terms, results, shared, douts if device == "cuda" else [], queue)
 
 
@@ -295,20 +297,21 @@ def _slots(node: Node, targets: dict[int, Tensor | _Gradient], queue: Queue) -> 
     """For each input the Slot with its gradient so far, or None if the backward is to make a new array."""
     into: list[Slot | None] = [None] * len(node.needs)
     ids = list(map(id, targets.values()))
-    first: dict[int, int] = {}
+    twice = len(set(ids)) < len(ids)  # the same tensor is an input twice
     for i, target in targets.items():
-        before = first.setdefault(id(target), i)
-        if before < i:  # the same tensor is an input twice
-            slot = into[before]
+        if twice and (first := next(j for j, other in targets.items() if other is target)) < i:
+            slot = into[first]
             into[i] = slot if slot is not None and slot.state is State.HOLDS else None
-        elif isinstance(target, Tensor):
-            if target._grad is not None:
-                if not target._grad_empty:
-                    queue.before_write(target._grad)
-                into[i] = Slot(target._grad, State.EMPTY if target._grad_empty else State.HOLDS)
-        elif target.array is not None:
-            elsewhere = i in node.function.adds_elsewhere
-            into[i] = _slot(target, elsewhere, elsewhere and ids.count(id(target)) == 1, queue)
+        elif isinstance(target, _Gradient):
+            if target.array is not None:
+                elsewhere = i in node.function.adds_elsewhere
+                into[i] = _slot(target, elsewhere, elsewhere and ids.count(id(target)) == 1, queue)
+        elif target._grad is not None:
+            if target._grad_empty:
+                into[i] = Slot(target._grad, State.EMPTY)
+            else:
+                queue.before_write(target._grad)
+                into[i] = Slot(target._grad)
     return into
 
 

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from cudiff.backend import Array, compute_dtype, device_of, device_of_type, float32, float64, is_array, is_float
+from cudiff.gradient import Slot
 from cudiff.mode import mode
 from cudiff.statistics import ChannelStatistics
 from cudiff.tensor import Tensor, now
@@ -103,9 +104,7 @@ class Function:
     @classmethod
     def apply(cls, *inputs: Tensor | Array | None, **attrs: Any) -> Any:
         """Run the forward on the inputs' device and record it. Returns a Tensor, or a tuple if forward does."""
-        if not all([x is None or isinstance(x, Tensor) for x in inputs]):
-            inputs = _wrapped(cls.__name__, inputs)
-        device, kind = _common_device(cls.__name__, inputs)
+        inputs, device, kind = _on_one_device(cls.__name__, inputs)
         if cls.compose is not None and (device == "cpu" or mode.depth > 1):
             return cls.compose(*inputs, **attrs)
         dtype, recording = cls.operand_dtype(inputs, attrs), cls.differentiable and mode.grad
@@ -173,13 +172,17 @@ def _wrapped(name: str, inputs: Sequence[Any]) -> tuple[Tensor | None, ...]:
     )
 
 
-def _common_device(name: str, inputs: Sequence[Tensor | None]) -> tuple[str, Any]:
-    """The device that all inputs are on, and the type of the last one's array. Raises ValueError where they are on
-    different devices, TypeError where there is no tensor."""
+def _on_one_device(name: str, inputs: tuple[Any, ...]) -> tuple[tuple[Any, ...], str, Any]:
+    """The inputs, `_wrapped` where they are not all tensors, the device that they are on, and the type of the last
+    one's array. Raises ValueError where they are on different devices, TypeError where there is no tensor."""
     kind: Any = None
     device = None
     for t in inputs:
-        if t is not None and type(t._data) is not kind:
+        if t is None:
+            continue
+        if not isinstance(t, Tensor):
+            return _on_one_device(name, _wrapped(name, inputs))
+        if type(t._data) is not kind:
             kind = type(t._data)
             own = device_of_type(kind)
             if device not in (None, own):
@@ -187,7 +190,7 @@ def _common_device(name: str, inputs: Sequence[Tensor | None]) -> tuple[str, Any
             device = own
     if device is None:
         raise TypeError(f"{name} got no tensor: give it one at least")
-    return device, kind
+    return inputs, device, kind
 
 
 class Node:
@@ -225,18 +228,17 @@ def nodes_below(root: Node, since: int = -1) -> list[Node]:
     stack = [root]
     while stack:
         for source in stack.pop().inputs:
-            if isinstance(source, tuple) and source[0].index > since and source[0].index not in found:
+            if type(source) is tuple and source[0].index > since and source[0].index not in found:
                 found[source[0].index] = source[0]
                 stack.append(source[0])
     return [found[index] for index in sorted(found, reverse=True)]
 
 
-def fitting_gradients(node: Node, results: Any, kind: type, device: str, before_read: Callable[[Array], None]) -> tuple:
-    """What a backward returned, checked and cast as `Function` says. kind: the usual type of arrays on `device`.
-    before_read(array): called before an array's numbers are read, which a deferred launch may not have written yet.
-
-    Raises TypeError or ValueError as `Function` says.
-    """
+def fitting_gradients(node: Node, results: Any, into: list[Slot | None], kind: type, device: str,
+                      before_read: Callable[[Array], None]) -> tuple:
+    """What a backward returned, checked and cast as `Function` says, with the TypeErrors and ValueErrors that it names.
+    into: the slots that it got, whose own arrays fit. kind: the usual type of arrays on `device`. before_read(array):
+    called before an array's numbers are read, which a deferred launch may not have written yet."""
     name = node.function.__name__
     if not isinstance(results, tuple):
         raise TypeError(
@@ -245,8 +247,8 @@ def fitting_gradients(node: Node, results: Any, kind: type, device: str, before_
     if len(results) != len(node.needs):
         raise ValueError(f"{name}'s backward returned {len(results)} gradients for {len(node.needs)} inputs")
     for i, (shape, dtype) in node.likes.items():
-        result = results[i]
-        if result is None:
+        result, slot = results[i], into[i]
+        if result is None or (slot is not None and result is slot.array):
             continue
         if type(result) is not kind and not _lies_on(device, result):
             raise TypeError(

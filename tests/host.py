@@ -159,8 +159,6 @@ class Host(ModuleType):
     does not have, with arguments that the kernel does not take, or with a view where it takes whole arrays.
     """
 
-    ndarray = Array
-
     def __init__(self, hopper: bool, turing: bool) -> None:
         super().__init__("cupy")
         self.shared_bytes = (227 if hopper else 64 if turing else 99) << 10  # of a block, at most
@@ -188,6 +186,9 @@ class Host(ModuleType):
         if self.memory is not None:
             array.place = self.memory.take(array.nbytes)
         return array
+
+    def ndarray(self, shape: Any, dtype: Any) -> Array:
+        return self.empty(shape, dtype)
 
     def zeros(self, shape: Any, dtype: Any = np.float64) -> Array:
         """Takes no memory until it is written to."""

@@ -15,13 +15,14 @@ from cudiff.cuda.compiler import compiles_ahead, compiling_ahead, cubin_folder
 from cudiff.cuda.launch import blocks
 from cudiff.errors import CudiffError
 from tests.compile_kernels import compile_source
+from tests.host import Array
 
 
 def test_float64_stays_on_the_cpu(host_of):
-    host = host_of(True)
+    host_of(True)
     with pytest.raises(CudiffError, match="float64 arrays stay on the CPU"):
         to_device(np.zeros(2), "cuda")
-    assert isinstance(to_device(np.zeros(2, np.float32), "cuda"), host.ndarray)
+    assert isinstance(to_device(np.zeros(2, np.float32), "cuda"), Array)
 
 
 def test_an_unknown_device():

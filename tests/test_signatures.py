@@ -169,7 +169,7 @@ class Driver:
         for loaded in (device, launch):
             monkeypatch.setattr(loaded, "get_cupy", lambda: cupy)
         monkeypatch.setattr(launch, "library", lambda: SimpleNamespace(cuLaunchKernelEx=self.launch))
-        launch._buffers.cache_clear(), device.device.cache_clear()
+        vars(launch._thread).clear(), device.device.cache_clear()
 
     def launch(self, config, function, addresses, extra):
         self.launched.append(len(addresses))
@@ -179,7 +179,7 @@ class Driver:
 @pytest.fixture
 def fake_driver(monkeypatch):
     yield Driver(monkeypatch)
-    launch._buffers.cache_clear(), device.device.cache_clear()
+    vars(launch._thread).clear(), device.device.cache_clear()
 
 
 def fill_kernel():

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from cudiff.backend import Array
 from cudiff.cuda import select
 
 
-class LaunchType(NamedTuple):
+@dataclass(eq=False)
+class LaunchType:
     """A type of launches that can be batched.
 
     run: launches a batch, given the arguments of each. max_batch: launches in a batch, at most. max_bytes: memory that
@@ -62,8 +63,9 @@ class Queue:
         bisect.insort(self._writes, writes)
         for range in reads:
             bisect.insort(self._reads, range)
-        for start, stop, *_ in (writes, *reads):
-            self._longest = max(self._longest, stop - start)
+        for start, stop, _, _ in (writes, *reads):
+            if stop - start > self._longest:
+                self._longest = stop - start
         self._held[launch_type] += held
         if len(batch) == launch_type.max_batch:
             self._launch([group])
@@ -96,9 +98,9 @@ class Queue:
             self._launch(self._groups)
 
     def _overlap(self, ranges: list[_Range], wanted: _Range) -> bool:
-        start, stop, *_ = wanted
+        start, stop, _, _ = wanted
         first = bisect.bisect_left(ranges, (start - self._longest,))  # ranges before this one end too early
-        for range in itertools.islice(ranges, first, None):
+        for range in ranges[first:]:
             if range[0] >= stop:
                 return False
             if range[1] > start and _share(range, wanted):
@@ -189,7 +191,8 @@ def enqueue(launch_type: LaunchType, arguments: Any, out: Array, reads: Sequence
     held: bytes that it keeps from being freed while it is pending. reads: arrays that it reads and other code may
     overwrite, after `Queue.before_write`. What else it reads must not change.
     """
-    if _thread.queue is None:
+    queue = _thread.queue
+    if queue is None:
         _run(launch_type, [arguments])
-        return
-    _thread.queue.enqueue((launch_type, group), (arguments, _range_of(out), tuple(map(_range_of, reads)), held))
+    else:
+        queue.enqueue((launch_type, group), (arguments, _range_of(out), tuple(map(_range_of, reads)), held))

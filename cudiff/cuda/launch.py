@@ -29,7 +29,8 @@ _CONFIG = struct.Struct("7IPPI4x")  # CUlaunchConfig: grid, block, shared memory
 # CUlaunchAttribute: its id, and its value in a union of 64 bytes. CU_LAUNCH_ATTRIBUTE_COOPERATIVE (2) and
 # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION (6) are both set to 1.
 _ATTRIBUTE = struct.Struct("I4xI60x")
-_COOPERATIVE, _OVERLAP = _ATTRIBUTE.pack(2, 1), _ATTRIBUTE.pack(6, 1)
+# They are adjacent, so that an address and a count select either, both or none.
+_ATTRIBUTES = ctypes.create_string_buffer(_ATTRIBUTE.pack(2, 1) + _ATTRIBUTE.pack(6, 1))
 _PARAMETER_BYTES = 1 << 15  # no kernel takes more
 
 # The `struct` format of each type; None is a null pointer. Every argument is padded to a multiple of 8 bytes.
@@ -39,24 +40,19 @@ _PACKED: dict[type, str] = {
 }
 
 
-class _Buffers(threading.local):
-    """This thread's buffers for a launch, which the driver reads: configuration, attributes, arguments, their
-    addresses."""
+class _Arguments:
+    """A thread's buffer for the arguments of a launch, which the driver reads."""
 
     def __init__(self) -> None:
         get_cupy().cuda.runtime.free(0)  # creates this thread's context, which the driver needs
-        self.config = ctypes.create_string_buffer(_CONFIG.size)
-        self.attributes = ctypes.create_string_buffer(_COOPERATIVE + _OVERLAP, 2 * _ATTRIBUTE.size)
-        self.arguments = ctypes.create_string_buffer(_PARAMETER_BYTES)
-        self.config_at, self.cooperative_at = ctypes.addressof(self.config), ctypes.addressof(self.attributes)
-        self.overlap_at = self.cooperative_at + _ATTRIBUTE.size
+        self.buffer = ctypes.create_string_buffer(_PARAMETER_BYTES)
         self.layouts: dict[tuple, tuple[struct.Struct, ctypes.Array]] = {}  # by kernel and arguments' kinds
 
     def layout(self, kernel: Kernel, kinds: list[Kind]) -> tuple[struct.Struct, ctypes.Array]:
         """How a kernel's arguments of these kinds are packed, and the address of each. Raises TypeError for kinds that
         the kernel does not take."""
         kernel.signature.check(kinds)
-        at, addresses = ctypes.addressof(self.arguments), []
+        at, addresses = ctypes.addressof(self.buffer), []
         for format in formats(kinds):
             addresses.append(at)
             at += struct.calcsize(f"={format}")
@@ -65,9 +61,15 @@ class _Buffers(threading.local):
         return found
 
 
-@functools.cache
-def _buffers() -> _Buffers:
-    return _Buffers()
+class _Thread(threading.local):
+    launches = 0
+
+    @functools.cached_property
+    def arguments(self) -> _Arguments:
+        return _Arguments()
+
+
+_thread = _Thread()
 
 
 def pack(args: Sequence[Any]) -> tuple[list[Kind], list[Any]]:
@@ -76,22 +78,25 @@ def pack(args: Sequence[Any]) -> tuple[list[Kind], list[Any]]:
     A Python int becomes an int32, a float a float32, None a null pointer. NumPy scalars keep their type. A CuPy array
     passes its address, bytes (a tensor map) and a NumPy array (a table) all their bytes.
     """
-    kinds, values = [], []
-    for arg in args:
-        kind: Kind = type(arg)
-        if kind not in _PACKED:
-            if kind is bytes:
-                kind = len(arg)
-            elif kind is np.ndarray:
-                arg = arg.tobytes()
-                kind = len(arg)
-            else:
-                kind, arg = arg.dtype, arg.data.ptr
-        elif arg is None:
-            arg = 0
-        kinds.append(kind)
-        values.append(arg)
+    kinds: list[Kind] = list(map(type, args))
+    values = list(args)
+    for i in _others(*kinds):
+        arg = args[i]
+        if arg is None:
+            values[i] = 0
+        elif kinds[i] is bytes:
+            kinds[i] = len(arg)
+        elif kinds[i] is np.ndarray:
+            kinds[i], values[i] = arg.nbytes, arg.tobytes()
+        else:
+            kinds[i], values[i] = arg.dtype, arg.data.ptr
     return kinds, values
+
+
+@functools.cache
+def _others(*kinds: type) -> list[int]:
+    """The places of the arguments that `struct` does not take as they are."""
+    return [i for i, kind in enumerate(kinds) if kind not in _PACKED or kind is type(None)]
 
 
 def as_float32(values: Sequence[Any]) -> list[Any]:
@@ -134,58 +139,51 @@ class Kernel:
         self._function = function  # keeps the cubin loaded
         self._address = function.kernel.ptr
         self._overlaps = int(overlaps and self._limits.capability >= 90)
-        self._shapes: dict[tuple, tuple[int, ...]] = {}
+        self._configs: dict[tuple, ctypes.Array] = {}  # by all that one depends on
 
     def __call__(self, grid: tuple[int, ...], block: tuple[int, ...], args: Sequence[Any], shared_mem: int = 0,
                  cooperative: bool = False) -> None:
-        buffers = _buffers()
+        arguments = _thread.arguments
         kinds, values = pack(args)
-        layout, addresses = buffers.layouts.get((self, *kinds)) or buffers.layout(self, kinds)
+        layout, addresses = arguments.layouts.get((self, *kinds)) or arguments.layout(self, kinds)
         try:
-            layout.pack_into(buffers.arguments, 0, *values)
+            layout.pack_into(arguments.buffer, 0, *values)
         except OverflowError:
-            layout.pack_into(buffers.arguments, 0, *as_float32(values))
+            layout.pack_into(arguments.buffer, 0, *as_float32(values))
         except struct.error:
             raise self.signature.out_of_range(values) from None
-        shape = self._shapes.get((grid, block, shared_mem))
-        if shape is None:
-            shape = self._shapes[grid, block, shared_mem] = self._shape(grid, block, shared_mem)
-        stream = get_cupy().cuda.get_current_stream().ptr
-        # The two attributes are adjacent, so an address and a count select either, both or none.
-        first = buffers.cooperative_at if cooperative else buffers.overlap_at
-        _CONFIG.pack_into(buffers.config, 0, *shape, stream, first, cooperative + self._overlaps)
-        status = library().cuLaunchKernelEx(buffers.config_at, self._address, addresses, None)
+        key = grid, block, shared_mem, cooperative, get_cupy().cuda.get_current_stream().ptr
+        config = self._configs.get(key)
+        if config is None:
+            config = self._configs[key] = self._config(*key)
+        status = library().cuLaunchKernelEx(config, self._address, addresses, None)
         if status:
             raise get_cupy().cuda.driver.CUDADriverError(status)
 
-    def _shape(self, grid: tuple[int, ...], block: tuple[int, ...], shared: int) -> tuple[int, ...]:
-        """The launch's seven sizes: grid (3), block (3), bytes of dynamic shared memory."""
+    def _config(self, grid: tuple[int, ...], block: tuple[int, ...], shared: int, cooperative: bool,
+                stream: int) -> ctypes.Array:
+        """The CUlaunchConfig. Nobody writes to it, so that threads may share it."""
         blocks, threads = ((tuple(max(1, n) for n in sizes) + (1, 1))[:3] for sizes in (grid, block))
         if self._overlaps:
             shared = max(shared, padded_shared(math.prod(blocks), math.prod(threads), self._limits) - self._static)
-        return (*blocks, *threads, shared)
+        first = ctypes.addressof(_ATTRIBUTES) + (0 if cooperative else _ATTRIBUTE.size)
+        return ctypes.create_string_buffer(
+            _CONFIG.pack(*blocks, *threads, shared, stream, first, cooperative + self._overlaps))
 
 
 _kernels: dict[tuple, Kernel] = {}
 
 
-class _Count(threading.local):
-    launches = 0
-
-
-_count = _Count()
-
-
 def launches() -> int:
     """How many kernels this thread has launched, CuPy's own not counted. To count a part, subtract two results."""
-    return _count.launches
+    return _thread.launches
 
 
 def kernel(stem: str, name: str, **constants: Any) -> Callable[..., None]:
     """The compiled function `name` of `<stem>.cu`, to be called like a `Kernel`. constants: what it is compiled with; a
     dtype becomes its C name. Inside `compiling_ahead` one that is not loaded yet is compiled, and what is returned does
     nothing."""
-    key = (get_cupy().cuda.runtime.getDevice(), stem, name, *constants.items())
+    key = (get_cupy().cuda.runtime.getDevice(), stem, name, *constants, *constants.values())
     found = _kernels.get(key)
     if found is None:
         named, declared = compiler.c_names(compiler.kernel_path(stem), constants), compiler.declarations(stem)
@@ -215,7 +213,7 @@ class Launch:
             found = kernel(self._stem, self._name, **self._constants)
             if isinstance(found, Kernel):  # not where kernels are compiled ahead
                 self._loaded[place] = found
-        _count.launches += 1
+        _thread.launches += 1
         found(self._grid, self._block, args, self._shared, self._cooperative)
 
 
@@ -228,7 +226,7 @@ def launch(stem: str, name: str, grid: Any, block: Any, args: Sequence[Any], sha
     """
     grid = grid if isinstance(grid, tuple) else (grid,)
     block = block if isinstance(block, tuple) else (block,)
-    _count.launches += 1
+    _thread.launches += 1
     kernel(stem, name, **constants)(grid, block, args, shared_mem=shared, cooperative=cooperative)
 
 
@@ -243,7 +241,7 @@ def blocks(count: int, per_block: int) -> int:
 
 def empty(shape: Any, dtype: Any) -> Array:
     """An uninitialised CuPy array."""
-    return get_cupy().empty(shape, dtype)
+    return get_cupy().ndarray(shape, dtype)
 
 
 def aligned(array: Array, *lengths: int) -> bool:

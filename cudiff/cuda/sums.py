@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import struct
-from typing import NamedTuple
 
 from cudiff.backend import Array, float32
 from cudiff.cuda.deferred import LaunchType, enqueue
@@ -30,15 +29,9 @@ def empty_statistics(kind: Kind, images: int, tiles: int, channels: int) -> Chan
     return ChannelStatistics(kind, empty(shape[:3] if kind is Kind.SUMS else shape, float32))
 
 
-class _RowSum(NamedTuple):
-    """out = or, with `add`, += the sum over rows of source (out.size / width, rows, width, step)[..., offset]."""
-
-    source: Array
-    out: Array
-    width: int
-    step: int
-    offset: int
-    add: bool
+_RowSum = tuple[Array, Array, int, int, int, bool]
+"""source, out, width, step, offset, add: out = or, with `add`, += the sum over rows of source (out.size / width, rows,
+width, step)[..., offset]. A plain tuple, because a backward makes hundreds."""
 
 
 def add_rows(source: Array, out: Array, add: bool, step: int = 1, offset: int = 0) -> None:
@@ -49,14 +42,14 @@ def add_rows(source: Array, out: Array, add: bool, step: int = 1, offset: int = 
     come before any use of `out`.
     """
     if out.size > 0:  # it is 0 if there are no images
-        enqueue(_SUMS, _RowSum(source, out, out.shape[-1], step, offset, add), out, held=source.nbytes)
+        enqueue(_SUMS, (source, out, out.shape[-1], step, offset, add), out, held=source.nbytes)
 
 
 def add_parts(parts: Array, out: Array, add: bool) -> None:
     """out (K, ...) = or, with `add`, += the sum of parts (P, K, ...) over P, deferred like `add_rows`. out's rows may
     be slices of longer rows."""
     if out.size > 0:
-        enqueue(_SUMS, _RowSum(parts, out, out.size, 1, 0, add), out, held=parts.nbytes)
+        enqueue(_SUMS, (parts, out, out.size, 1, 0, add), out, held=parts.nbytes)
 
 
 def _launch(batch: list[_RowSum]) -> None:

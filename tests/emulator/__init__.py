@@ -123,8 +123,6 @@ class Emulated(Array):
 class Emulator(Host):
     """Stands for the module `cupy`. Its launches are made, and raise AssertionError where they go wrong."""
 
-    ndarray = Emulated
-
     def __init__(self, hopper: bool, turing: bool) -> None:
         super().__init__(hopper, turing)
         self.arch = 750 if turing else 900

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -99,8 +101,8 @@ def test_weight_gradients_are_deferred_and_share_launches(hopper, rng, monkeypat
     """More than a launch takes, of different channels, from one and two sources, one of them twice; those whose dout is
     about to be overwritten are done before."""
     launched = []
-    monkeypatch.setattr(wgrad_sm90, "_WGRADS", wgrad_sm90._WGRADS._replace(
-        run=lambda batch: (launched.append(len(batch)), wgrad_sm90._launch(batch))))
+    monkeypatch.setattr(wgrad_sm90, "_WGRADS", replace(
+        wgrad_sm90._WGRADS, run=lambda batch: (launched.append(len(batch)), wgrad_sm90._launch(batch))))
     sources = [(64, 40), (64, 0), (8, 0), (3, 0), (72, 0), (128, 24), (200, 0), (16, 0), (64, 64), (24, 0), (72, 0)]
     sources += [(16, 0)] * 8
     inputs, results, expected = [], [], []

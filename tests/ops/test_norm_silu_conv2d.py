@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -240,8 +242,8 @@ def test_a_gradient_that_pending_launches_read(device, rng, monkeypatch):
     """A block's dout is also its residual's gradient, to which the first norm's backward adds while a pending launch
     still reads dout for the weight's gradient. The last units have one tensor for input and residual."""
     launched, shared, init = [], [], Slot.__init__
-    monkeypatch.setattr(wgrad_sm90, "_WGRADS", wgrad_sm90._WGRADS._replace(
-        run=lambda batch: (launched.append(len(batch)), wgrad_sm90._launch(batch))))
+    monkeypatch.setattr(wgrad_sm90, "_WGRADS", replace(
+        wgrad_sm90._WGRADS, run=lambda batch: (launched.append(len(batch)), wgrad_sm90._launch(batch))))
 
     def watched(slot, array, state=State.HOLDS, pending=None):
         init(slot, array, state, pending)
