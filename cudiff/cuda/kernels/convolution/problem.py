@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -140,52 +138,63 @@ class Operands(NamedTuple):
     add: bool = False
 
 
-def problem_of(direction: str, given: Operands, stride: Pair, padding: Pair, *wanted: str, dilation: Pair = (1, 1),
-               groups: int = 1) -> Problem:
-    """The problem of these operands. wanted: fused ops besides those that the operands imply."""
-    x, weight, out, _, x2, skip, norm, _ = given
-    first, result = [_image(image.shape, image.dtype, image.data.ptr % 16 == 0 and image.flags.c_contiguous)
-                     for image in (x, out)]
-    return Problem(
-        direction, first, weight_of(weight), result, stride, padding, products(x.dtype), wanted_by(given, *wanted),
-        None if x2 is None else image_of(x2),
-        () if skip is None else _images(skip[:2]), None if skip is None else weight_of(skip.weight),
-        () if norm is None else _images(norm[1:3]), norm is None or norm.silu, dilation, groups,
-    )
+def problem_of(direction: str, given: Operands, stride: Pair = (1, 1), padding: Pair = (0, 0), *wanted: str | bool,
+               dilation: Pair = (1, 1), groups: int = 1) -> Problem:
+    """The problem of these operands. wanted: fused ops besides those that the operands imply, or False in place of one.
 
-
-def wanted_by(given: Operands, *more: str) -> frozenset[str]:
-    """The fused ops that the operands imply, and `more`."""
-    bias, emb, addend, _, gate, activation, factor, _ = given.epilogue
-    return _fusions(
+    A weight (K, C) is a linear layer's, whose matrices (..., C) are described as images: see `image_shape`.
+    """
+    x, weight, out, (bias, emb, addend, _, gate, activation, factor, _), x2, skip, norm, _ = given
+    return _problem(
+        direction, _image(x), _weight(weight), _image(out), stride, padding, products(x.dtype), wanted,
         bias is not None, emb is not None, addend is not None, gate is not None, activation is not None,
-        factor is not None, given.x2 is not None, given.skip is not None, given.norm is not None,
-        given.x.dtype != given.out.dtype, more,
+        factor is not None, None if x2 is None else _image(x2),
+        None if skip is None else (_weight(skip.weight), _image(skip.x), None if skip.x2 is None else _image(skip.x2)),
+        None if norm is None else (norm.silu, _image(norm.x), None if norm.x2 is None else _image(norm.x2)),
+        dilation, groups,
     )
+
+
+def _image(array: Array) -> tuple[tuple[int, ...], np.dtype, bool]:
+    """The fields of an array's `Image`."""
+    return array.shape, array.dtype, array.data.ptr % 16 == 0 and array.flags.c_contiguous
+
+
+def _weight(array: Array) -> tuple[tuple[int, ...], bool, bool]:
+    """The fields of an array's `Weight`."""
+    shape = array.shape
+    return shape, (array.data.ptr | shape[-1] * array.itemsize | array.strides[0]) % 16 == 0, array.flags.c_contiguous
 
 
 @functools.cache
-def _fusions(*shown: Any) -> frozenset[str]:
-    *wanted, more = shown
-    return frozenset((*more, *itertools.compress(_SHOWN, wanted)))
+def _problem(direction: str, x: tuple, weight: tuple, out: tuple, stride: Pair, padding: Pair, products: int,
+             wanted: tuple[str | bool, ...], bias: bool, emb: bool, addend: bool, gate: bool, activation: bool,
+             factor: bool, x2: tuple | None, skip: tuple | None, norm: tuple | None, dilation: Pair,
+             groups: int) -> Problem:
+    """`problem_of`, once for all operands with these fields: a training step asks for 200 problems."""
+    shape, *places = weight
+    skip_weight, *skips = skip or (None,)
+    silu, *norms = norm or (True,)
+
+    def image(shape: tuple[int, ...], *more: Any) -> Image:
+        return Image(shape if len(weight[0]) == 4 else image_shape(shape), *more)
+
+    implied = {
+        Fusion.BIAS: bias, Fusion.EMB: emb, Fusion.ADDEND: addend, Fusion.GATE: gate, Fusion.ACTIVATION: activation,
+        Fusion.FACTOR: factor, Fusion.SECOND_SOURCE: x2, Fusion.SKIP: skip, Fusion.NORM_BACKWARD: norm,
+        Fusion.CAST: x[1] != out[1],
+    }
+    return Problem(
+        direction, image(*x), Weight(shape if len(shape) == 4 else (shape[0], 1, 1, shape[1]), *places), image(*out),
+        stride, padding, products, frozenset((*filter(None, wanted), *filter(implied.get, implied))),
+        None if x2 is None else image(*x2), tuple([Image(*source) for source in filter(None, skips)]),
+        None if skip_weight is None else Weight(*skip_weight),
+        tuple([Image(*source) for source in filter(None, norms)]), silu, dilation, groups,
+    )
 
 
-_SHOWN = (Fusion.BIAS, Fusion.EMB, Fusion.ADDEND, Fusion.GATE, Fusion.ACTIVATION, Fusion.FACTOR, Fusion.SECOND_SOURCE,
-          Fusion.SKIP, Fusion.NORM_BACKWARD, Fusion.CAST)
-_image, _weight = functools.cache(Image), functools.cache(Weight)  # equal arrays share one object
-
-
-def image_of(array: Array, shape: tuple[int, ...] | None = None) -> Image:
-    """The Image of an array, viewed in this shape if one is given."""
-    return _image(shape or array.shape, array.dtype, array.data.ptr % 16 == 0 and array.flags.c_contiguous)
-
-
-def weight_of(array: Array, shape: tuple[int, ...] | None = None) -> Weight:
-    """The Weight of an array, viewed in this shape if one is given."""
-    own = array.shape
-    unit = math.gcd(array.data.ptr, own[-1] * array.itemsize, array.strides[0])
-    return _weight(shape or own, unit % 16 == 0, array.flags.c_contiguous)
-
-
-def _images(arrays: Sequence[Array | None]) -> tuple[Image, ...]:
-    return tuple([image_of(array) for array in arrays if array is not None])
+def image_shape(matrix: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape (1, H, 8, C) of the image of which a 1×1 convolution is the product of a matrix (..., C). It is
+    (rows, C) where 8 does not divide the rows."""
+    rows, channels = math.prod(matrix[:-1]), matrix[-1]
+    return (1, rows // 8, 8, channels) if rows % 8 == 0 else (rows, channels)
