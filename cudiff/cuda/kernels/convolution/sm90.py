@@ -409,7 +409,6 @@ class Configured:
         self.out, self.out2 = (form(image, self.result_box, operand=False) for image in (p.out, p.x2))
         read, box = (p.skip, (1, rows, 8, chunk)) if ready.skip else (p.norm if ready.norm else (), self.result_box)
         self.sources = [form(image, box, operand=False) for image in (*read, p.out, p.out)[:2]]
-        self.weight_box = CHANNELS, 1, chunk
         kind = moments(dtype) if ready.moments else Kind.PRODUCTS if ready.norm else None
         tiles = tiles_of((*ready.images, 0), rows) * cluster
         self.statistics = None if kind is None else (kind, (n, tiles, ready.outputs, kind.numbers))
@@ -431,7 +430,7 @@ class Configured:
         ready, (bias, emb, *_) = self.ready, given.epilogue
         skip, norm = given.skip if ready.skip else None, given.norm if ready.norm else None
         x_map = x2_map = map_at(given.x.data.ptr, *self.x)
-        skip_map = weight_map = self._weight_map(weight)
+        skip_map = weight_map = _map_of(weight)
         first_map = second_map = out_map = out2_map = map_at(given.out.data.ptr, *self.out)
         if given.x2 is not None and ready.p.direction == DGRAD:
             out2_map = map_at(given.x2.data.ptr, *self.out2)
@@ -439,7 +438,7 @@ class Configured:
             x2_map = map_at(given.x2.data.ptr, *self.x2)
         skip_bias, affine, groups, read = None, _NO_NORM, 1, None
         if skip is not None:
-            skip_map, skip_bias, read = self._weight_map(skip.weight), skip.bias, skip[:2]
+            skip_map, skip_bias, read = _map_of(skip.weight), skip.bias, skip[:2]
         elif norm is not None:
             affine, groups, read = norm[3:], norm.mean.shape[1], norm[1:3]
         elif addend is not None:
@@ -463,11 +462,18 @@ class Configured:
         )
         return statistics
 
-    def _weight_map(self, weight: Array) -> bytes:
-        """In boxes of 64 rows by one tap by a chunk of channels."""
-        k, rows, columns, c = weight.shape
-        strides = weight.strides[0], c * weight.itemsize if rows == columns == 1 else weight.strides[2], 0
-        return map_at(weight.data.ptr, *form_of((k, rows * columns, c), weight.dtype, self.weight_box, strides=strides))
+
+def _map_of(weight: Array) -> bytes:
+    return _weight_map(weight.data.ptr, weight.shape, weight.strides, weight.dtype)
+
+
+@functools.lru_cache(maxsize=4096)
+def _weight_map(pointer: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any) -> bytes:
+    """In boxes of 64 rows by one tap by a chunk of channels."""
+    k, rows, columns, c = shape
+    steps = strides[0], c * dtype.itemsize if rows == columns == 1 else strides[2], 0
+    box = CHANNELS, 1, ROW_BYTES // dtype.itemsize
+    return map_at(pointer, *form_of((k, rows * columns, c), dtype, box, strides=steps))
 
 
 _NO_NORM = (None,) * 6
@@ -476,7 +482,7 @@ _NO_NORM = (None,) * 6
 def run(given: Operands, offer: Offer, p: Problem) -> ChannelStatistics | None:
     """Returns what `table.fprop` and `table.dgrad` return. The offer's plan is `Prepared`."""
     ready: Prepared = offer.plan
-    weight, addend, dtype = given.weight, given.epilogue.addend, given.x.dtype
+    planned, weight, addend, dtype = ready.planned, given.weight, given.epilogue.addend, given.x.dtype
     if weight.dtype != dtype:
         weight = weight.astype(dtype)
     if ready.turns:
@@ -488,7 +494,6 @@ def run(given: Operands, offer: Offer, p: Problem) -> ChannelStatistics | None:
         addend = addend.copy()  # TMA reads it
 
     def launch_as(chosen: Plan) -> ChannelStatistics | None:
-        configured = ready.planned if chosen is ready.planned.plan else Configured(ready, chosen)
-        return configured(given, weight, addend)
+        return (planned if chosen is planned.plan else Configured(ready, chosen))(given, weight, addend)
 
-    return plan.run(ready.problem, launch_as, added_to, chosen=ready.planned.plan)
+    return plan.run(ready.problem, launch_as, added_to, chosen=planned.plan)
