@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from cudiff.backend import Array
 from cudiff.cuda.kernels.gemm.product import Epilogue, products
+from cudiff.cuda.tensor_map import Form, form_of
 
 Pair = tuple[int, int]
 
@@ -58,6 +59,12 @@ class Image(NamedTuple):
         for length in self.shape:
             count *= length
         return count
+
+    def form(self, box: tuple[int, ...], images: tuple[int, ...], **options: bool) -> Form:
+        """That of its tensor map, if it is viewed as `images`, (N, H, W). box, options: see `tensor_map`."""
+        pixel = (self.pitch or self.shape[3]) * self.dtype.itemsize
+        strides = images[1] * images[2] * pixel, images[2] * pixel, pixel, self.dtype.itemsize
+        return form_of((*images, self.shape[3]), self.dtype, box, strides=strides, **options)
 
 
 class Weight(NamedTuple):
@@ -145,19 +152,14 @@ def problem_of(direction: str, given: Operands, stride: Pair = (1, 1), padding: 
     A weight (K, C) is a linear layer's, whose matrices (..., C) are described as images: see `image_shape`.
     """
     x, weight, out, (bias, emb, addend, _, gate, activation, factor, _), x2, skip, norm, _ = given
+    images = [None if image is None else
+              (image.shape, image.dtype, image.data.ptr % 16 == 0 and image.flags.c_contiguous)
+              for image in (x, out, x2, *(skip[:2] if skip else ()), *(norm[1:3] if norm else ()))]
     return _problem(
-        direction, _image(x), _weight(weight), _image(out), stride, padding, products(x.dtype), wanted,
-        bias is not None, emb is not None, addend is not None, gate is not None, activation is not None,
-        factor is not None, None if x2 is None else _image(x2),
-        None if skip is None else (_weight(skip.weight), _image(skip.x), None if skip.x2 is None else _image(skip.x2)),
-        None if norm is None else (norm.silu, _image(norm.x), None if norm.x2 is None else _image(norm.x2)),
-        dilation, groups,
+        direction, tuple(images), _weight(weight), stride, padding, products(x.dtype), wanted, bias is not None,
+        emb is not None, addend is not None, gate is not None, activation is not None, factor is not None,
+        None if skip is None else _weight(skip.weight), None if norm is None else norm.silu, dilation, groups,
     )
-
-
-def _image(array: Array) -> tuple[tuple[int, ...], np.dtype, bool]:
-    """The fields of an array's `Image`."""
-    return array.shape, array.dtype, array.data.ptr % 16 == 0 and array.flags.c_contiguous
 
 
 def _weight(array: Array) -> tuple[tuple[int, ...], bool, bool]:
@@ -167,29 +169,25 @@ def _weight(array: Array) -> tuple[tuple[int, ...], bool, bool]:
 
 
 @functools.cache
-def _problem(direction: str, x: tuple, weight: tuple, out: tuple, stride: Pair, padding: Pair, products: int,
+def _problem(direction: str, images: tuple, weight: tuple, stride: Pair, padding: Pair, products: int,
              wanted: tuple[str | bool, ...], bias: bool, emb: bool, addend: bool, gate: bool, activation: bool,
-             factor: bool, x2: tuple | None, skip: tuple | None, norm: tuple | None, dilation: Pair,
-             groups: int) -> Problem:
-    """`problem_of`, once for all operands with these fields: a training step asks for 200 problems."""
+             factor: bool, skip: tuple | None, silu: bool | None, dilation: Pair, groups: int) -> Problem:
+    """`problem_of`, once for all operands of these fields: a training step asks for 200 problems."""
     shape, *places = weight
-    skip_weight, *skips = skip or (None,)
-    silu, *norms = norm or (True,)
-
-    def image(shape: tuple[int, ...], *more: Any) -> Image:
-        return Image(shape if len(weight[0]) == 4 else image_shape(shape), *more)
-
+    if len(shape) == 2:
+        shape, images = (shape[0], 1, 1, shape[1]), tuple([one and (image_shape(one[0]), *one[1:]) for one in images])
+    x, out, x2, *sources = [one and Image(*one) for one in images]
     implied = {
         Fusion.BIAS: bias, Fusion.EMB: emb, Fusion.ADDEND: addend, Fusion.GATE: gate, Fusion.ACTIVATION: activation,
-        Fusion.FACTOR: factor, Fusion.SECOND_SOURCE: x2, Fusion.SKIP: skip, Fusion.NORM_BACKWARD: norm,
-        Fusion.CAST: x[1] != out[1],
+        Fusion.FACTOR: factor, Fusion.SECOND_SOURCE: x2, Fusion.SKIP: skip, Fusion.NORM_BACKWARD: silu is not None,
+        Fusion.CAST: x.dtype != out.dtype,
     }
+    fusions = frozenset([name for name in (*wanted, *filter(implied.get, implied)) if isinstance(name, str)])
+    skips = 2 if skip else 0  # sources of the skip path, then those of the norm
     return Problem(
-        direction, image(*x), Weight(shape if len(shape) == 4 else (shape[0], 1, 1, shape[1]), *places), image(*out),
-        stride, padding, products, frozenset((*filter(None, wanted), *filter(implied.get, implied))),
-        None if x2 is None else image(*x2), tuple([Image(*source) for source in filter(None, skips)]),
-        None if skip_weight is None else Weight(*skip_weight),
-        tuple([Image(*source) for source in filter(None, norms)]), silu, dilation, groups,
+        direction, x, Weight(shape, *places), out, stride, padding, products, fusions, x2,
+        tuple(filter(None, sources[:skips])), Weight(*skip) if skip else None, tuple(filter(None, sources[skips:])),
+        silu is None or silu, dilation, groups,
     )
 
 

@@ -399,11 +399,7 @@ class Configured:
 
         def form(image: Image | None, box: tuple[int, ...], images: tuple[int, ...] = ready.images,
                  **options: bool) -> Any:
-            if image is None:
-                return None
-            pixel = (image.pitch or image.shape[3]) * dtype.itemsize
-            strides = images[1] * images[2] * pixel, images[2] * pixel, pixel, dtype.itemsize
-            return form_of((*images, image.shape[3]), dtype, box, strides=strides, **options)
+            return None if image is None else image.form(box, images, **options)
 
         self.x, self.x2 = (form(image, halo_box, ready.read, twice=upsample) for image in (p.x, p.x2))
         self.out, self.out2 = (form(image, self.result_box, operand=False) for image in (p.out, p.x2))
@@ -430,7 +426,7 @@ class Configured:
         ready, (bias, emb, *_) = self.ready, given.epilogue
         skip, norm = given.skip if ready.skip else None, given.norm if ready.norm else None
         x_map = x2_map = map_at(given.x.data.ptr, *self.x)
-        skip_map = weight_map = _map_of(weight)
+        skip_map = weight_map = _weight_map(weight.data.ptr, weight.shape, weight.strides, weight.dtype)
         first_map = second_map = out_map = out2_map = map_at(given.out.data.ptr, *self.out)
         if given.x2 is not None and ready.p.direction == DGRAD:
             out2_map = map_at(given.x2.data.ptr, *self.out2)
@@ -438,7 +434,8 @@ class Configured:
             x2_map = map_at(given.x2.data.ptr, *self.x2)
         skip_bias, affine, groups, read = None, _NO_NORM, 1, None
         if skip is not None:
-            skip_map, skip_bias, read = _map_of(skip.weight), skip.bias, skip[:2]
+            weight, skip_bias, read = skip.weight, skip.bias, skip[:2]
+            skip_map = _weight_map(weight.data.ptr, weight.shape, weight.strides, weight.dtype)
         elif norm is not None:
             affine, groups, read = norm[3:], norm.mean.shape[1], norm[1:3]
         elif addend is not None:
@@ -461,10 +458,6 @@ class Configured:
             max(1, self.plan.together),
         )
         return statistics
-
-
-def _map_of(weight: Array) -> bytes:
-    return _weight_map(weight.data.ptr, weight.shape, weight.strides, weight.dtype)
 
 
 @functools.lru_cache(maxsize=4096)

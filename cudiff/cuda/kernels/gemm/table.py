@@ -30,9 +30,8 @@ from cudiff.statistics import ChannelStatistics
 
 
 def _as_convolution(given: Operands, offer: Offer, p: Problem) -> None:
-    images = given._replace(
+    images = given._replace(  # of x2 the address alone is used
         x=given.x.reshape(p.x.shape), weight=given.weight[:, None, None], out=given.out.reshape(p.out.shape),
-        x2=None if p.x2 is None else given.x2.reshape(p.x2.shape),
     )
     (wgrad_sm90 if p.direction == WGRAD else sm90).run(images, offer, p)
 
