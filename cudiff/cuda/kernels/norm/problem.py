@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -109,9 +110,12 @@ class Backward(NamedTuple):
         return arrays[0], arrays[1]
 
 
-def extent(x: Array, x2: Array | None) -> tuple[int, int, int, int]:
-    """Images, pixels an image, and the channels of both sources."""
-    return x.shape[0], math.prod(x.shape[1:-1]), x.shape[-1], 0 if x2 is None else x2.shape[-1]
+@functools.cache
+def problem_of(backward: bool, dtype: np.dtype, x: tuple[int, ...], x2: tuple[int, ...] | None, groups: int,
+               packs: int, summed: bool, two_terms: bool = False) -> Problem:
+    """The problem of sources of these shapes."""
+    return Problem(backward, dtype, x[0], math.prod(x[1:-1]), x[-1], 0 if x2 is None else x2[-1], groups, bool(packs),
+                   summed, two_terms)
 
 
 def kernel_constants(x: Array, *others: Array | None, parameters: tuple[Array | None, ...] = ()) -> dict[str, Any]:
@@ -120,5 +124,8 @@ def kernel_constants(x: Array, *others: Array | None, parameters: tuple[Array | 
     for array in parameters:
         if array is not None and array.dtype != float32:
             raise TypeError("norms on CUDA take float32 weight, bias, scale and shift: use .astype('float32')")
-    units = [math.gcd(a.data.ptr, a.shape[-1] * x.dtype.itemsize) for a in (x, *others) if a is not None]
-    return {"T": x.dtype, "VEC": int(math.gcd(*units) % 16 == 0)}
+    dtype, places = x.dtype, 0
+    for array in (x, *others):
+        if array is not None:
+            places |= array.data.ptr | array.shape[-1] * dtype.itemsize
+    return {"T": dtype, "VEC": int(places % 16 == 0)}
