@@ -207,19 +207,16 @@ def _skip_gradients(ctx: Any, dout: Array, needs: Inputs, into: Inputs) -> dict[
         grads["skip_weight"], add = gradient_target(into.skip_weight, skip_weight.shape, float32)
         dweight = _matrix(grads["skip_weight"])
         linear_cuda(WGRAD, Operands(residual, dweight, dout, x2=residual2, add=add))
-    matrix, split = _matrix(skip_weight), residual.shape[3]
-    sources = {"residual": (residual, matrix[:, :split]), "residual2": (residual2, matrix[:, split:])}
-    adds = {}
-    for name, (source, _) in sources.items():
+    matrix, split, adds = _matrix(skip_weight), residual.shape[3], {}
+    for name, source in (("residual", residual), ("residual2", residual2)):
         if getattr(needs, name):
             grads[name], adds[name] = gradient_target(getattr(into, name), source.shape, source.dtype)
     if len(adds) == 2 and not any(adds.values()):
         linear_cuda(DGRAD, Operands(dout, matrix, grads["residual"], x2=grads["residual2"]))
         return grads
     for name, add in adds.items():
-        target = grads[name]
-        epilogue = Epilogue(addend=target if add else None)
-        linear_cuda(DGRAD, Operands(dout, sources[name][1], target, epilogue))
+        columns = matrix[:, :split] if name == "residual" else matrix[:, split:]
+        linear_cuda(DGRAD, Operands(dout, columns, grads[name], Epilogue(addend=grads[name] if add else None)))
     return grads
 
 
@@ -255,10 +252,9 @@ def norm_silu_conv2d(x: Tensor, x2: Tensor | None = None, *, weight: Tensor, bia
     """
     given = Inputs(x, x2, norm_weight, norm_bias, scale, shift, weight, bias, emb, residual, residual2, skip_weight,
                    skip_bias)
-    shapes = tuple([None if t is None else t._data.shape for t in given])
-    dtypes = tuple([None if t is None else t._data.dtype for t in given])
-    own = dtype = dtypes[0] if dtype is None else np.dtype(dtype)
-    if not _reads_as_they_are(shapes, dtypes, dtype, num_groups, upsample):
+    kinds = tuple([(None, None) if t is None else (t._data.shape, t._data.dtype) for t in given])
+    own = dtype = x._data.dtype if dtype is None else np.dtype(dtype)
+    if not _reads_as_they_are(kinds, dtype, num_groups, upsample):
         given, own = _converted(given, dtype, upsample)
     out = NormSiluConv2d.apply(*given, num_groups=num_groups, eps=eps, silu=silu, upsample=upsample, relu=relu,
                                statistics=statistics, dtype=own)
@@ -290,11 +286,11 @@ def _casts(x: Tensor, weight: Tensor, dtype: np.dtype, emb: bool) -> bool:
 
 
 @functools.cache
-def _reads_as_they_are(shapes: tuple, dtypes: tuple, dtype: np.dtype, num_groups: int, upsample: bool) -> bool:
+def _reads_as_they_are(kinds: tuple, dtype: np.dtype, num_groups: int, upsample: bool) -> bool:
     """Whether inputs of these shapes and dtypes need no conversion for a result of `dtype`. Raises ValueError where
     shapes do not agree, TypeError for integers."""
-    _check(Inputs(*shapes), num_groups, upsample)
-    given = Inputs(*dtypes)
+    shapes, given = map(Inputs._make, zip(*kinds, strict=True))
+    _check(shapes, num_groups, upsample)
     wide, sources = ([getattr(given, name) for name in names] for names in (WIDE, SOURCES))
     require_float_dtypes("norm_silu_conv2d", (given.x, given.weight, given.bias, *wide))
     return {given.x, *sources} <= {dtype, None} and {*wide} <= {float32, float64, None}
