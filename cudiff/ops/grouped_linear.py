@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import math
+import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -49,6 +49,7 @@ _ROW = np.dtype(
     align=True,
 )
 _TABLE = np.dtype([("groups", _ROW, GROUPS)])
+_PACKED = struct.Struct("=4Q3i4x")
 
 
 def _batches(groups: list[Group]) -> list[list[Group]]:
@@ -72,16 +73,16 @@ def _launch(name: str, groups: list[Group], rows: int, columns: int, x: Array, *
         grid = grid[0], grid[1] + 1
     elif name == "few_rows":
         grid, threads, shared = (few_rows_blocks(rows, columns), 1), 256, 0
-    table = np.zeros(1, _TABLE)
-    arrays = [x]
-    for i, group in enumerate(groups):
-        places = [0 if array is None else array.data.ptr for array in group[:4]]
-        table["groups"][0, i] = (*places, group.out.shape[1], group.add_weight, group.add_bias)
-        arrays += [array for array in group[:4] if array is not None]
-    aligned = math.gcd(*[math.gcd(array.data.ptr, array.shape[-1] * array.itemsize) for array in arrays]) % 16 == 0
+    rows_of_table, unit = [], x.data.ptr | features * x.itemsize
+    for *arrays, add_weight, add_bias in groups:
+        places = [0 if array is None else array.data.ptr for array in arrays]
+        rows_of_table.append(_PACKED.pack(*places, arrays[2].shape[1], add_weight, add_bias))
+        for array in arrays:
+            unit |= 0 if array is None else array.data.ptr | array.shape[-1] * array.itemsize
+    table = np.frombuffer(b"".join(rows_of_table).ljust(_TABLE.itemsize, b"\0"), _TABLE)
     launch("grouped_linear", name, (*grid, len(groups)), threads, (table, x, n, features, *silu), shared, T=float32,
            OUT=float32, TF32_PRODUCTS=products(float32), BM=side, BN=side, BK=STAGE // side, WM=2, WN=2,
-           STAGES=STAGES, ALIGNED=int(aligned))
+           STAGES=STAGES, ALIGNED=int(unit % 16 == 0))
 
 
 class GroupedLinear(Function):
