@@ -12,7 +12,7 @@ from cudiff.backend import Array, float32, float64, is_float, is_low
 from cudiff.cuda.accumulate import gradient_sum, gradient_target
 from cudiff.cuda.kernels.convolution import table
 from cudiff.cuda.kernels.convolution.problem import DGRAD, WGRAD, Norm, Operands, Skip
-from cudiff.cuda.kernels.gemm.product import Epilogue
+from cudiff.cuda.kernels.gemm.product import Epilogue, as_float32
 from cudiff.cuda.kernels.gemm.table import linear as linear_cuda
 from cudiff.cuda.kernels.norm import table as norms
 from cudiff.cuda.kernels.pool import TWICE, sum_windows
@@ -73,7 +73,6 @@ class Inputs(NamedTuple):
 
 _itemsize = attrgetter("itemsize")
 NORM: Final = 6
-WEIGHT: Final = Inputs._fields.index("weight")
 WIDE = ("norm_weight", "norm_bias", "scale", "shift", "emb")  # read as float32, or as float64
 SOURCES = ("x2", "residual", "residual2")  # read in the dtype of the computation
 
@@ -89,34 +88,31 @@ class NormSiluConv2d(Function):
         return min(attrs["dtype"], inputs[0]._data.dtype, key=_itemsize)
 
     @staticmethod
-    def forward_cuda(ctx, *arrays, num_groups, eps, silu, upsample, relu, statistics, dtype):
-        given, needs, weight = Inputs(*arrays), ctx.needs, _taps(arrays[WEIGHT])
-        ctx.upsample, ctx.dtype, ctx.norm, ctx.weight = upsample, given.x.dtype, None, weight
-        h, h2 = given.x, None
-        if given.norm_weight is not None:
-            h, mean, rstd = norms.forward(given.x, given.x2, given.norm_weight, given.norm_bias, num_groups, eps, silu,
-                                          given.scale, given.shift, ctx.statistics[:2])
-            ctx.norm = Norm(silu, *given[:NORM], mean, rstd)
-        elif given.x2 is not None:
-            h2 = given.x2  # read in place
+    def forward_cuda(ctx, x, x2, norm_weight, norm_bias, scale, shift, weight, bias, emb, residual, residual2,
+                     skip_weight, skip_bias, num_groups, eps, silu, upsample, relu, statistics, dtype):
+        taps, h, h2, addend, skip, norm = _taps(weight), x, None, residual, None, None
+        if norm_weight is not None:
+            h, mean, rstd = norms.forward(x, x2, norm_weight, norm_bias, num_groups, eps, silu, scale, shift,
+                                          ctx.statistics[:2])
+            norm = Norm(silu, x, x2, norm_weight, norm_bias, scale, shift, mean, rstd)
+        elif x2 is not None:
+            h2 = x2  # read in place
         elif dtype != h.dtype and is_low(h.dtype):
             h = at_16_bytes(h)  # conv2d_few_channels reads packs of many channels
+        ctx.upsample, ctx.dtype, ctx.norm, ctx.weight = upsample, x.dtype, norm, taps
         # The norm's backward recomputes h for the weight's gradient, so h is not saved.
-        recomputed = ctx.norm is not None and True in needs[:NORM]
+        recomputed = norm is not None and True in ctx.needs[:NORM]
         times = 2 if upsample else 1
-        ctx.padding = (weight.shape[1] // 2,) * 2
+        ctx.padding = padding = (taps.shape[1] // 2,) * 2
         n, height, width, channels = h.shape
         ctx.shape = n, height * times, width * times, channels  # of the convolution's input
-        out = empty((n, *out_size(ctx.shape[1:3], weight.shape[1:3], (1, 1), ctx.padding), len(weight)), dtype)
-        skip, addend = None, given.residual
-        bias, skip_bias = [one if one is None or one.dtype == float32 else one.astype(float32)
-                           for one in (given.bias, given.skip_bias)]
-        if given.skip_weight is not None:
-            skip, addend = Skip(*given[9:12], skip_bias), None
-        operands = Operands(h, weight, out, Epilogue(bias, given.emb, addend), h2, skip)
-        ctx.out_statistics = table.fprop(operands, (1, 1), ctx.padding, statistics=statistics, relu=relu,
-                                         upsample=upsample)
-        ctx.save(None if recomputed else h, h2, given.weight, *given[9:12], out if relu else None)
+        out = empty((n, *out_size(ctx.shape[1:3], taps.shape[1:3], (1, 1), padding), len(weight)), dtype)
+        if skip_weight is not None:
+            skip, addend = Skip(residual, residual2, skip_weight, as_float32(skip_bias)), None
+        bias = bias if bias is None or bias.dtype == float32 else bias.astype(float32)
+        operands = Operands(h, taps, out, Epilogue(bias, emb, addend), h2, skip)
+        ctx.out_statistics = table.fprop(operands, (1, 1), padding, statistics=statistics, relu=relu, upsample=upsample)
+        ctx.save(None if recomputed else h, h2, weight, residual, residual2, skip_weight, out if relu else None)
         return out
 
     @staticmethod
@@ -250,12 +246,12 @@ def norm_silu_conv2d(x: Tensor, x2: Tensor | None = None, *, weight: Tensor, bia
     statistics: whether a norm follows, for which kernels then compute channel statistics. Raises ValueError where
     shapes do not agree, TypeError for a conversion that is not between floating dtypes.
     """
-    given = Inputs(x, x2, norm_weight, norm_bias, scale, shift, weight, bias, emb, residual, residual2, skip_weight,
-                   skip_bias)
+    given = (x, x2, norm_weight, norm_bias, scale, shift, weight, bias, emb, residual, residual2, skip_weight,
+             skip_bias)
     kinds = tuple([(None, None) if t is None else (t._data.shape, t._data.dtype) for t in given])
     own = dtype = x._data.dtype if dtype is None else np.dtype(dtype)
     if not _reads_as_they_are(kinds, dtype, num_groups, upsample):
-        given, own = _converted(given, dtype, upsample)
+        given, own = _converted(Inputs(*given), dtype, upsample)
     out = NormSiluConv2d.apply(*given, num_groups=num_groups, eps=eps, silu=silu, upsample=upsample, relu=relu,
                                statistics=statistics, dtype=own)
     return out if own == dtype else astype(out, dtype)

@@ -444,8 +444,8 @@ class Configured:
             first_map = map_at(addend.data.ptr, *form_of(addend.shape, addend.dtype, self.result_box, operand=False,
                                                          strides=addend.strides))
         if read is not None:
-            first_map, second_map = [map_at((given.out if array is None else array).data.ptr, *form)
-                                     for array, form in zip(read, self.sources, strict=True)]
+            first_map = map_at(read[0].data.ptr, *self.sources[0])
+            second_map = map_at((given.out if read[1] is None else read[1]).data.ptr, *self.sources[1])
         statistics = parts = workspace = None
         if self.statistics is not None:
             kind, shape = self.statistics
