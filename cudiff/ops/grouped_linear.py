@@ -7,8 +7,6 @@ import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
-
 from cudiff.backend import Array, float32
 from cudiff.cuda.accumulate import gradient_target
 from cudiff.cuda.device import multiprocessors
@@ -43,13 +41,8 @@ class Group(NamedTuple):
     add_bias: bool = False
 
 
-_ROW = np.dtype(
-    [(name, np.uint64) for name in ("weight", "bias", "out", "z")]
-    + [(name, np.int32) for name in ("outputs", "add_weight", "add_bias")],
-    align=True,
-)
-_TABLE = np.dtype([("groups", _ROW, GROUPS)])
-_PACKED = struct.Struct("=4Q3i4x")
+_ROW = struct.Struct("=4Q3i4x")
+"""weight, bias, out, z, outputs, add_weight, add_bias: Group of grouped_linear.cu."""
 
 
 def _batches(groups: list[Group]) -> list[list[Group]]:
@@ -73,13 +66,13 @@ def _launch(name: str, groups: list[Group], rows: int, columns: int, x: Array, *
         grid = grid[0], grid[1] + 1
     elif name == "few_rows":
         grid, threads, shared = (few_rows_blocks(rows, columns), 1), 256, 0
-    rows_of_table, unit = [], x.data.ptr | features * x.itemsize
+    table, unit = b"", x.data.ptr | features * x.itemsize
     for *arrays, add_weight, add_bias in groups:
         places = [0 if array is None else array.data.ptr for array in arrays]
-        rows_of_table.append(_PACKED.pack(*places, arrays[2].shape[1], add_weight, add_bias))
-        for array in arrays:
-            unit |= 0 if array is None else array.data.ptr | array.shape[-1] * array.itemsize
-    table = np.frombuffer(b"".join(rows_of_table).ljust(_TABLE.itemsize, b"\0"), _TABLE)
+        table += _ROW.pack(*places, arrays[2].shape[1], add_weight, add_bias)
+        for array, place in zip(arrays, places, strict=True):
+            unit |= 0 if array is None else place | array.shape[-1] * array.itemsize
+    table = table.ljust(GROUPS * _ROW.size, b"\0")
     launch("grouped_linear", name, (*grid, len(groups)), threads, (table, x, n, features, *silu), shared, T=float32,
            OUT=float32, TF32_PRODUCTS=products(float32), BM=side, BN=side, BK=STAGE // side, WM=2, WN=2,
            STAGES=STAGES, ALIGNED=int(unit % 16 == 0))

@@ -147,10 +147,5 @@ def _tile_bytes(dim: int) -> int:
 
 def tile_map(array: Array, tokens: int = TOKENS) -> Any:
     """The two tensor maps of an array (N, tokens, heads, D): boxes of `tokens` by 64 channels, and by those left."""
-    return two_maps(array, *_boxes(array.shape[3], tokens))
-
-
-@functools.cache
-def _boxes(dim: int, tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    width = padded_dim(dim)
-    return (1, tokens, 1, min(width, 64)), (1, tokens, 1, width % 64 or 64)
+    width = padded_dim(array.shape[3])
+    return two_maps(array, (1, tokens, 1, min(width, 64)), (1, tokens, 1, width % 64 or 64))

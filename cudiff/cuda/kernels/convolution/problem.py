@@ -55,10 +55,7 @@ class Image(NamedTuple):
 
     @property
     def size(self) -> int:
-        count = 1
-        for length in self.shape:
-            count *= length
-        return count
+        return math.prod(self.shape)
 
     def form(self, box: tuple[int, ...], images: tuple[int, ...], **options: bool) -> Form:
         """That of its tensor map, if it is viewed as `images`, (N, H, W). box, options: see `tensor_map`."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from cudiff.backend import Array, float32
 from cudiff.cuda.accumulate import gradient_sum, gradient_sums, gradient_target
 from cudiff.cuda.kernels.norm import portable, sm90
-from cudiff.cuda.kernels.norm.problem import Backward, Forward, Sum, kernel_constants, problem_of
+from cudiff.cuda.kernels.norm.problem import Backward, Forward, kernel_constants, problem_of
 from cudiff.cuda.launch import empty
 from cudiff.cuda.select import ANY, SM90, Row, Table
 from cudiff.gradient import Slot
@@ -62,8 +62,6 @@ def backward(dy: Array, x: Array, x2: Array | None, weight: Array, bias: Array, 
     """
     if into[0] is into[1]:  # one tensor is both sources: two threads would add to one element at the same time
         into = (into[0], None, *into[2:])
-    dx: Sum
-    dx2: Sum
     more = None  # the gradient so far of a lone source may be in two arrays
     if x2 is None and needs[0]:
         out, addend, more = gradient_sums(into[0], x.shape, x.dtype)
