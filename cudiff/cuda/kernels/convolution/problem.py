@@ -148,14 +148,14 @@ def problem_of(direction: str, given: Operands, stride: Pair = (1, 1), padding: 
 
     A weight (K, C) is a linear layer's, whose matrices (..., C) are described as images: see `image_shape`.
     """
-    x, weight, out, (bias, emb, addend, _, gate, activation, factor, _), x2, skip, norm, _ = given
+    x, weight, out, epilogue, x2, skip, norm, _ = given
     images = [None if image is None else
               (image.shape, image.dtype, image.data.ptr % 16 == 0 and image.flags.c_contiguous)
               for image in (x, out, x2, *(skip[:2] if skip else ()), *(norm[1:3] if norm else ()))]
     return _problem(
-        direction, tuple(images), _weight(weight), stride, padding, products(x.dtype), wanted, bias is not None,
-        emb is not None, addend is not None, gate is not None, activation is not None, factor is not None,
-        None if skip is None else _weight(skip.weight), None if norm is None else norm.silu, dilation, groups,
+        direction, tuple(images), _weight(weight), stride, padding, products(x.dtype), wanted,
+        tuple(map(type, epilogue)), None if skip is None else _weight(skip.weight),
+        None if norm is None else norm.silu, dilation, groups,
     )
 
 
@@ -167,13 +167,15 @@ def _weight(array: Array) -> tuple[tuple[int, ...], bool, bool]:
 
 @functools.cache
 def _problem(direction: str, images: tuple, weight: tuple, stride: Pair, padding: Pair, products: int,
-             wanted: tuple[str | bool, ...], bias: bool, emb: bool, addend: bool, gate: bool, activation: bool,
-             factor: bool, skip: tuple | None, silu: bool | None, dilation: Pair, groups: int) -> Problem:
-    """`problem_of`, once for all operands of these fields: a training step asks for 200 problems."""
+             wanted: tuple[str | bool, ...], epilogue: tuple[type, ...], skip: tuple | None, silu: bool | None,
+             dilation: Pair, groups: int) -> Problem:
+    """`problem_of`, once for all operands of these fields, and types of the epilogue's: a training step asks for 200
+    problems."""
     shape, *places = weight
     if len(shape) == 2:
         shape, images = (shape[0], 1, 1, shape[1]), tuple([one and (image_shape(one[0]), *one[1:]) for one in images])
     x, out, x2, *sources = [one and Image(*one) for one in images]
+    bias, emb, addend, _, gate, activation, factor, _ = [kind is not type(None) for kind in epilogue]
     implied = {
         Fusion.BIAS: bias, Fusion.EMB: emb, Fusion.ADDEND: addend, Fusion.GATE: gate, Fusion.ACTIVATION: activation,
         Fusion.FACTOR: factor, Fusion.SECOND_SOURCE: x2, Fusion.SKIP: skip, Fusion.NORM_BACKWARD: silu is not None,

@@ -423,20 +423,19 @@ class Configured:
         )
 
     def __call__(self, given: Operands, weight: Array, addend: Array | None) -> ChannelStatistics | None:
-        ready, (bias, emb, *_) = self.ready, given.epilogue
-        skip, norm = given.skip if ready.skip else None, given.norm if ready.norm else None
-        x_map = x2_map = map_at(given.x.data.ptr, *self.x)
+        ready, (x, _, out, (bias, emb, *_), x2, skip, norm, _) = self.ready, given
+        x_map = x2_map = map_at(x.data.ptr, *self.x)
         skip_map = weight_map = _weight_map(weight.data.ptr, weight.shape, weight.strides, weight.dtype)
-        first_map = second_map = out_map = out2_map = map_at(given.out.data.ptr, *self.out)
-        if given.x2 is not None and ready.p.direction == DGRAD:
-            out2_map = map_at(given.x2.data.ptr, *self.out2)
-        elif given.x2 is not None:
-            x2_map = map_at(given.x2.data.ptr, *self.x2)
+        first_map = second_map = out_map = out2_map = map_at(out.data.ptr, *self.out)
+        if x2 is not None and ready.p.direction == DGRAD:
+            out2_map = map_at(x2.data.ptr, *self.out2)
+        elif x2 is not None:
+            x2_map = map_at(x2.data.ptr, *self.x2)
         skip_bias, affine, groups, read = None, _NO_NORM, 1, None
-        if skip is not None:
+        if skip is not None and ready.skip:
             weight, skip_bias, read = skip.weight, skip.bias, skip[:2]
             skip_map = _weight_map(weight.data.ptr, weight.shape, weight.strides, weight.dtype)
-        elif norm is not None:
+        elif norm is not None and ready.norm:
             affine, groups, read = norm[3:], norm.mean.shape[1], norm[1:3]
         elif addend is not None:
             if addend.shape[:3] != ready.images:
@@ -445,7 +444,7 @@ class Configured:
                                                          strides=addend.strides))
         if read is not None:
             first_map = map_at(read[0].data.ptr, *self.sources[0])
-            second_map = map_at((given.out if read[1] is None else read[1]).data.ptr, *self.sources[1])
+            second_map = map_at((out if read[1] is None else read[1]).data.ptr, *self.sources[1])
         statistics = parts = workspace = None
         if self.statistics is not None:
             kind, shape = self.statistics
