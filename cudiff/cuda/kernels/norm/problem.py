@@ -124,8 +124,9 @@ def kernel_constants(x: Array, *others: Array | None, parameters: tuple[Array | 
     for array in parameters:
         if array is not None and array.dtype != float32:
             raise TypeError("norms on CUDA take float32 weight, bias, scale and shift: use .astype('float32')")
-    dtype, places = x.dtype, 0
+    dtype, places, widths = x.dtype, 0, 0
     for array in (x, *others):
         if array is not None:
-            places |= array.data.ptr | array.shape[-1] * dtype.itemsize
-    return {"T": dtype, "VEC": int(places % 16 == 0)}
+            places |= array.data.ptr
+            widths |= array.shape[-1]
+    return {"T": dtype, "VEC": int((places | widths * dtype.itemsize) % 16 == 0)}

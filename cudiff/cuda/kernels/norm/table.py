@@ -38,7 +38,7 @@ def forward(x: Array, x2: Array | None, weight: Array, bias: Array, num_groups: 
     shape = x.shape
     y = empty((*shape[:-1], len(weight)), x.dtype)
     mean, rstd = empty((shape[0], num_groups), float32), empty((shape[0], num_groups), float32)
-    constants = kernel_constants(x, x2, y, parameters=(weight, bias, scale, shift))
+    constants = kernel_constants(x, x2, parameters=(weight, bias, scale, shift))
     first, second = statistics
     summed = first is not None and (x2 is None or second is not None)
     problem = problem_of(False, x.dtype, shape, None if x2 is None else x2.shape, num_groups, constants["VEC"], summed)
