@@ -69,12 +69,11 @@ def _launch(name: str, groups: list[Group], rows: int, columns: int, x: Array, *
         grid, threads, shared = (few_rows_blocks(rows, columns), 1), 256, 0
     table, unit = b"", x.data.ptr | 4 * features
     for weight, bias, out, z, part, add_weight, add_bias in groups:
-        outputs, places = out.shape[1], []
+        outputs = out.shape[1]
         before = 4 * part * outputs
-        for array, offset in ((weight, before * features), (bias, before), (out, 0), (z, 0)):
-            places.append(0 if array is None else array.data.ptr + offset)
-            unit |= places[-1]
-        unit |= 4 * outputs
+        places = [0 if array is None else array.data.ptr + offset
+                  for array, offset in ((weight, before * features), (bias, before), (out, 0), (z, 0))]
+        unit |= 4 * outputs | places[0] | places[1] | places[2] | places[3]
         table += _ROW.pack(*places, outputs, add_weight, add_bias)
     table = table.ljust(GROUPS * _ROW.size, b"\0")
     launch("grouped_linear", name, (*grid, len(groups)), threads, (table, x, n, features, *silu), shared, T=float32,

@@ -135,8 +135,7 @@ class NormSiluConv2d(Function):
         if needs.weight:
             h = ctx.h_recomputed if h is None else h
             grads["weight"], add = gradient_target(into.weight, weight.shape, float32)
-            dweight = _taps(grads["weight"])
-            given = Operands(h, dweight, dout, x2=h2, add=add)
+            given = Operands(h, _taps(grads["weight"]), dout, x2=h2, add=add)
             table.wgrad(given, (1, 1), ctx.padding, upsample=ctx.upsample)
         if skip_weight is not None:
             grads |= _skip_gradients(ctx, dout, needs, into)

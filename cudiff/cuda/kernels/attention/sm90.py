@@ -95,8 +95,7 @@ def sums_of(given: Backward, tiles: int) -> tuple:
     if given.sums is None:
         return NO_SUMS
     sums = given.sums(tiles)
-    _, tile, head, _ = sums[0].strides
-    return *sums, tile // 4, head // 4
+    return *sums, *[stride // 4 for stride in sums[0].strides[1:3]]
 
 
 NO_SUMS = None, None, None, 0, 0

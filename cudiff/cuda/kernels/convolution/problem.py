@@ -169,8 +169,7 @@ def _weight(array: Array) -> tuple[tuple[int, ...], bool, bool]:
 def _problem(direction: str, images: tuple, weight: tuple, stride: Pair, padding: Pair, products: int,
              wanted: tuple[str | bool, ...], epilogue: tuple[type, ...], skip: tuple | None, silu: bool | None,
              dilation: Pair, groups: int) -> Problem:
-    """`problem_of`, once for all operands of these fields, and types of the epilogue's: a training step asks for 200
-    problems."""
+    """`problem_of`, once for all operands with these fields: a training step asks for 200 problems."""
     shape, *places = weight
     if len(shape) == 2:
         shape, images = (shape[0], 1, 1, shape[1]), tuple([one and (image_shape(one[0]), *one[1:]) for one in images])

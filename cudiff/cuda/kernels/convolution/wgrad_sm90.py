@@ -91,10 +91,8 @@ class Plan(NamedTuple):
 
 
 class Prepared:
-    """What the gradients of one problem have in common, made once for it: a row's offer holds it.
-
-    chosen: None, or a plan in place of the planner's, by which the gradient is computed at once.
-    """
+    """What the gradients of one problem have in common, made once for it: a row's offer holds it. chosen: None, or a
+    plan in place of the planner's, by which the gradient is computed at once."""
 
     def __init__(self, p: Problem, chosen: Plan | None = None):
         self.p, self.chosen = p, chosen

@@ -42,6 +42,7 @@ SUMMED = 64  # rows of the result for each sum that is left
 NARROW = 64  # columns of the tile for results of no more
 STEPS = {256: 0.65, 192: 0.495, 128: 0.36, NARROW: 0.28}  # microseconds of a step, by a tile's columns
 BANDWIDTH = 3e6  # bytes in a microsecond
+_PIXELS = Windows()  # each pixel is one
 ONE_TAP_FLOPS = 330e6  # of conv2d_sm90 with one tap, in a microsecond, as counted: its warpgroups share no operand
 
 
@@ -302,9 +303,6 @@ def multiply(a: Array, b: Array, out: Array, epilogue: Epilogue, a_mn: bool, b_m
     launch(*operands, own, *beside, bias, by_image, rows_per_image, floats, np.int64(pitch), int(add), rows, columns,
            depth, batches, parts, split, columns if out2 is None else first_columns,
            *itertools.chain(*(windows or _PIXELS)))
-
-
-_PIXELS = Windows()
 
 
 @functools.lru_cache(maxsize=4096)

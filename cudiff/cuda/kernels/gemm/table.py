@@ -30,9 +30,8 @@ from cudiff.statistics import ChannelStatistics
 
 
 def _as_convolution(given: Operands, offer: Offer, p: Problem) -> None:
-    images = given._replace(  # of x2 the address alone is used
-        x=given.x.reshape(p.x.shape), weight=given.weight[:, None, None], out=given.out.reshape(p.out.shape),
-    )
+    x, out = given.x.reshape(p.x.shape), given.out.reshape(p.out.shape)  # of x2 the address alone is used
+    images = given._replace(x=x, weight=given.weight[:, None, None], out=out)
     (wgrad_sm90 if p.direction == WGRAD else sm90).run(images, offer, p)
 
 
