@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from cudiff.backend import Array, float32
 from cudiff.cuda.accumulate import gradient_sum, gradient_sums, gradient_target
 from cudiff.cuda.kernels.norm import portable, sm90
-from cudiff.cuda.kernels.norm.problem import Backward, Forward, kernel_constants, problem_of
+from cudiff.cuda.kernels.norm.problem import Backward, Forward, places_of, problem_of, require_float32
 from cudiff.cuda.launch import empty
 from cudiff.cuda.select import ANY, SM90, Row, Table
 from cudiff.gradient import Slot
@@ -38,10 +38,10 @@ def forward(x: Array, x2: Array | None, weight: Array, bias: Array, num_groups: 
     shape = x.shape
     y = empty((*shape[:-1], len(weight)), x.dtype)
     mean, rstd = empty((shape[0], num_groups), float32), empty((shape[0], num_groups), float32)
-    constants = kernel_constants(x, x2, parameters=(weight, bias, scale, shift))
+    require_float32(weight, bias, scale, shift)
     first, second = statistics
     summed = first is not None and (x2 is None or second is not None)
-    problem = problem_of(False, x.dtype, shape, None if x2 is None else x2.shape, num_groups, constants["VEC"], summed)
+    problem = problem_of(False, x.dtype, shape, None if x2 is None else x2.shape, num_groups, places_of(x, x2), summed)
     chosen = NORM.select(problem)
     given = Forward(y, mean, rstd, x, x2, weight, bias, scale, shift, (first, second), eps, silu)
     chosen.row.run(chosen.offer.plan, given)
@@ -73,9 +73,8 @@ def backward(dy: Array, x: Array, x2: Array | None, weight: Array, bias: Array, 
         gradient_target(slot, parameter.shape, float32) if need else (None, False)
         for slot, parameter, need in zip(into[2:], (weight, bias, scale, shift), needs[2:], strict=True)
     ]
-    constants = kernel_constants(dy, x, x2, *dx, *dx2, y)
-    problem = problem_of(True, x.dtype, x.shape, None if x2 is None else x2.shape, mean.shape[1], constants["VEC"],
-                         statistics is not None, more is not None)
+    problem = problem_of(True, x.dtype, x.shape, None if x2 is None else x2.shape, mean.shape[1],
+                         places_of(dy, x, x2, *dx, *dx2, y), statistics is not None, more is not None)
     chosen = NORM.select(problem)
     given = Backward(dy, x, x2, (weight, bias, scale, shift, mean, rstd, problem.groups), silu, dx, dx2, dweight, dbias,
                      dscale, dshift, y, statistics, din_statistics, needs)
