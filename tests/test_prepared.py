@@ -9,8 +9,12 @@ import pytest
 
 from cudiff.backend import bfloat16, float32
 from cudiff.cuda import select
+from cudiff.ops.attention import attention_qkv
+from cudiff.ops.dropout import dropout
 from cudiff.ops.group_norm import group_norm
+from cudiff.ops.matmul import linear
 from cudiff.ops.norm_silu_conv2d import norm_silu_conv2d
+from cudiff.ops.random import Generator
 from cudiff.tensor import Tensor
 from tests.host import H200, Array, decode, forget
 
@@ -53,6 +57,19 @@ def units(host, dtype=bfloat16, offset=0, taps=3, **options):
     x.backward(tensor(host, *x.shape, dtype=dtype).data)
 
 
+def tokens(host, dim=32, count=64, **options):
+    """Attention, from a linear layer, and the layers' backward."""
+    x = tensor(host, 4, count, 64, **options)
+    weight, bias = tensor(host, 12 * dim, 64, dtype=x.dtype), tensor(host, 12 * dim, dtype=float32)
+    out = attention_qkv(linear(x, weight, bias), num_heads=4)
+    out.backward(tensor(host, *out.shape, dtype=out.dtype).data)
+
+
+def dropped(host, p=0.1, shape=(4, 64), stream=1, seed=0, **options):
+    x, generator = tensor(host, *shape, **options), Generator(seed, "cuda")
+    dropout(x, p, generator, stream).backward(tensor(host, *shape, dtype=x.dtype).data)
+
+
 RUNS = [
     norm, partial(norm, offset=1), partial(norm, dtype=float32), partial(norm, channels2=64),
     partial(norm, shape=(4, 16, 16, 128)), partial(norm, shape=(4, 16, 16, 96), channels2=32),
@@ -60,6 +77,10 @@ RUNS = [
     partial(norm, modulated=True), partial(norm, times=2), partial(norm, affine=False), partial(norm, eps=1e-3),
     partial(norm, silu=False), partial(norm, shape=(2, 160, 160, 64)), partial(norm, shape=(2, 4, 4, 8192), groups=2),
     units, partial(units, offset=1), partial(units, dtype=float32), partial(units, taps=1), partial(units, relu=True),
+    tokens, partial(tokens, offset=1), partial(tokens, dtype=float32), partial(tokens, dim=64), partial(tokens, dim=72),
+    partial(tokens, count=60), partial(tokens, count=576, dim=80),
+    dropped, partial(dropped, p=0.2), partial(dropped, shape=(8, 64)), partial(dropped, stream=2),
+    partial(dropped, seed=2), partial(dropped, dtype=float32),
 ]
 
 

@@ -184,9 +184,10 @@ def attention_qkv(qkv: Tensor, num_heads: int, new_order: bool = False, mask: An
     The channels are [head][q, k, v][D], guided-diffusion's legacy order, or, with new_order (its
     `use_new_attention_order`), [q, k, v][head][D]. Otherwise as `attention`.
     """
-    if qkv.ndim < 3 or num_heads < 1 or qkv.shape[-1] % (3 * num_heads) != 0 or 0 in qkv.shape:
-        raise ValueError(f"attention_qkv takes (N, ..., 3C) with C a multiple of {num_heads} heads; got {qkv.shape}")
-    n, *tokens, channels = qkv.shape
+    shape = qkv.shape
+    if len(shape) < 3 or num_heads < 1 or shape[-1] % (3 * num_heads) != 0 or 0 in shape:
+        raise ValueError(f"attention_qkv takes (N, ..., 3C) with C a multiple of {num_heads} heads; got {shape}")
+    n, *tokens, channels = shape
     t, dim = math.prod(tokens), channels // (3 * num_heads)
     if dim > MOST_HEAD_CHANNELS or gradient_depth() > 1:
         axis = 2 if new_order else 3

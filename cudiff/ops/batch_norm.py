@@ -13,7 +13,7 @@ import numpy as np
 from cudiff.backend import Array, float32, is_low
 from cudiff.cuda.accumulate import gradient_target
 from cudiff.cuda.device import multiprocessors
-from cudiff.cuda.kernels.norm.problem import kernel_constants
+from cudiff.cuda.kernels.norm.problem import kernel_constants, require_float32
 from cudiff.cuda.launch import blocks, empty, launch
 from cudiff.cuda.sums import empty_statistics
 from cudiff.distributed import ALONE, Group
@@ -74,7 +74,8 @@ class BatchNorm(Function):
     def forward_cuda(cls, ctx, x, weight, bias, running_mean, running_var, training, momentum, eps, group):
         channels, pixels = x.shape[-1], x.size // x.shape[-1]
         mean, rstd = empty(channels, float32), empty(channels, float32)
-        constants = kernel_constants(x, parameters=(weight, bias, running_mean, running_var)) | {"WINDOW": cls.WINDOW}
+        require_float32(weight, bias, running_mean, running_var)
+        constants = kernel_constants(x) | {"WINDOW": cls.WINDOW}
         if training:
             statistics = ctx.statistics[0]
             if statistics is None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import numpy as np
 
 from cudiff.backend import compute_dtype
 from cudiff.cuda.accumulate import gradient_target
-from cudiff.cuda.launch import MOST_ACROSS, blocks, empty, launch
+from cudiff.cuda.launch import MOST_ACROSS, Launch, blocks, empty
 from cudiff.function import Function
 from cudiff.ops.cast import require_floats
 from cudiff.ops.random import Generator, random_bits
@@ -58,13 +59,17 @@ def _threshold(p):
 def _launch(ctx, out, x, step, used_step, accumulate):
     rows = x.shape[0] if x.ndim else 1
     if x.size:
-        seed, stream, first = ctx.key
-        launch(
-            "dropout", "dropout", (blocks(x.size // rows, 1024), min(rows, MOST_ACROSS)), 256,
-            (out, x, rows, x.size // rows, np.uint64(seed & 0xFFFFFFFFFFFFFFFF), np.uint32(stream), np.uint32(first),
-             step, used_step, _threshold(ctx.p), 1 / (1 - ctx.p), accumulate), T=x.dtype,
-        )
+        launch, key, kept = _prepared(rows, x.size // rows, x.dtype, *ctx.key, ctx.p)
+        launch(out, x, rows, x.size // rows, *key, step, used_step, *kept, accumulate)
     return out
+
+
+@functools.lru_cache(maxsize=4096)
+def _prepared(rows, size, dtype, seed, stream, first, p):
+    """The launch for rows of this size, and its numbers: of the random words, and of which elements are kept."""
+    launch = Launch("dropout", "dropout", (blocks(size, 1024), min(rows, MOST_ACROSS)), (256,), T=dtype)
+    key = np.uint64(seed & 0xFFFFFFFFFFFFFFFF), np.uint32(stream), np.uint32(first)
+    return launch, key, (_threshold(p), 1 / (1 - p))
 
 
 def dropout(x: Tensor, p: float, generator: Generator, stream: int) -> Tensor:

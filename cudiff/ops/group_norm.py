@@ -6,6 +6,7 @@ silu(centred·gain + offset). Batch norm is the same with all pixels as one imag
 
 from __future__ import annotations
 
+import functools
 import math
 
 import numpy as np
@@ -13,7 +14,7 @@ import numpy as np
 from cudiff.backend import Array
 from cudiff.cuda.kernels.norm import table
 from cudiff.function import Function
-from cudiff.ops.cast import as_wide, downcast, require_floats, upcast
+from cudiff.ops.cast import as_wide, downcast, require_float_dtypes, upcast
 from cudiff.ops.elementwise import sigmoid_numpy, silu_backward_numpy
 from cudiff.tensor import Tensor
 from cudiff.threads import cut, parallel_map, unflagged
@@ -183,18 +184,24 @@ def group_norm(x: Tensor, weight: Tensor, bias: Tensor, num_groups: int = 32, ep
     shift (N, C), read as float32 where x is float32 or 16-bit. Raises ValueError where shapes do not agree, TypeError
     for integers. Source: Wu and He, Group Normalization, 2018.
     """
-    if x2 is not None and (x2.shape[:-1] != x.shape[:-1] or x2.dtype != x.dtype):
-        raise ValueError(f"group_norm: x {x.shape} {x.dtype} and x2 {x2.shape} {x2.dtype} differ before the channels")
-    if x.ndim < 2:
-        raise ValueError(f"group_norm: x of shape {x.shape} is not (N, ..., C)")
-    channels = x.shape[-1] + (0 if x2 is None else x2.shape[-1])
-    norm = weight, bias, scale, shift
-    check_norm("group_norm", x.shape[0], channels, num_groups, *[None if t is None else t.shape for t in norm])
-    for name, source in (("x", x), ("x2", x2)):
-        if source is not None and not source.size:
-            raise ValueError(f"group_norm: {name} of shape {source.shape} holds nothing to normalise")
-    require_floats("group_norm", x, *norm)
-    return GroupNorm.apply(x, x2, *as_wide(*norm), num_groups=num_groups, eps=eps, silu=silu)
+    given = x, x2, weight, bias, scale, shift
+    _check(num_groups, *[(None, None) if t is None else (t.shape, t.dtype) for t in given])
+    return GroupNorm.apply(x, x2, *as_wide(*given[2:]), num_groups=num_groups, eps=eps, silu=silu)
+
+
+@functools.cache
+def _check(num_groups: int, *given: tuple[Shape, np.dtype | None]) -> None:
+    """Raise as `group_norm` for inputs of these shapes and dtypes."""
+    (x, x2, *norm), dtypes = zip(*given, strict=True)
+    if x2 is not None and (x2[:-1] != x[:-1] or dtypes[1] != dtypes[0]):
+        raise ValueError(f"group_norm: x {x} {dtypes[0]} and x2 {x2} {dtypes[1]} differ before the channels")
+    if len(x) < 2:
+        raise ValueError(f"group_norm: x of shape {x} is not (N, ..., C)")
+    check_norm("group_norm", x[0], x[-1] + (0 if x2 is None else x2[-1]), num_groups, *norm)
+    for name, shape in (("x", x), ("x2", x2)):
+        if shape is not None and not math.prod(shape):
+            raise ValueError(f"group_norm: {name} of shape {shape} holds nothing to normalise")
+    require_float_dtypes("group_norm", (dtypes[0], *dtypes[2:]))
 
 
 def check_norm(name: str, images: int, channels: int, num_groups: int, weight: Shape, bias: Shape, scale: Shape,

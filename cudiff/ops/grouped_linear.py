@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import functools
-import math
+import struct
 from collections.abc import Sequence
 from typing import NamedTuple
-
-import numpy as np
 
 from cudiff.backend import Array, float32
 from cudiff.cuda.accumulate import gradient_target
@@ -33,22 +31,19 @@ STAGE = 2048  # elements of each operand in a stage
 
 
 class Group(NamedTuple):
-    """One layer as a kernel gets it: in backward out is d_preact, and weight and bias may be their gradients."""
+    """One layer, or a part of its rows: in backward out is d_preact, and weight and bias may be their gradients."""
 
     weight: Array | None
     bias: Array | None
     out: Array
     z: Array | None = None
+    part: int = 0
     add_weight: bool = False
     add_bias: bool = False
 
 
-_ROW = np.dtype(
-    [(name, np.uint64) for name in ("weight", "bias", "out", "z")]
-    + [(name, np.int32) for name in ("outputs", "add_weight", "add_bias")],
-    align=True,
-)
-_TABLE = np.dtype([("groups", _ROW, GROUPS)])
+_ROW = struct.Struct("=4Q3i4x")
+"""weight, bias, out, z, outputs, add_weight, add_bias: Group of grouped_linear.cu."""
 
 
 def _batches(groups: list[Group]) -> list[list[Group]]:
@@ -72,16 +67,18 @@ def _launch(name: str, groups: list[Group], rows: int, columns: int, x: Array, *
         grid = grid[0], grid[1] + 1
     elif name == "few_rows":
         grid, threads, shared = (few_rows_blocks(rows, columns), 1), 256, 0
-    table = np.zeros(1, _TABLE)
-    arrays = [x]
-    for i, group in enumerate(groups):
-        places = [0 if array is None else array.data.ptr for array in group[:4]]
-        table["groups"][0, i] = (*places, group.out.shape[1], group.add_weight, group.add_bias)
-        arrays += [array for array in group[:4] if array is not None]
-    aligned = math.gcd(*[math.gcd(array.data.ptr, array.shape[-1] * array.itemsize) for array in arrays]) % 16 == 0
+    table, unit = b"", x.data.ptr | 4 * features
+    for weight, bias, out, z, part, add_weight, add_bias in groups:
+        outputs = out.shape[1]
+        before = 4 * part * outputs
+        places = [0 if array is None else array.data.ptr + offset
+                  for array, offset in ((weight, before * features), (bias, before), (out, 0), (z, 0))]
+        unit |= 4 * outputs | places[0] | places[1] | places[2] | places[3]
+        table += _ROW.pack(*places, outputs, add_weight, add_bias)
+    table = table.ljust(GROUPS * _ROW.size, b"\0")
     launch("grouped_linear", name, (*grid, len(groups)), threads, (table, x, n, features, *silu), shared, T=float32,
            OUT=float32, TF32_PRODUCTS=products(float32), BM=side, BN=side, BK=STAGE // side, WM=2, WN=2,
-           STAGES=STAGES, ALIGNED=int(aligned))
+           STAGES=STAGES, ALIGNED=int(unit % 16 == 0))
 
 
 class GroupedLinear(Function):
@@ -98,15 +95,12 @@ class GroupedLinear(Function):
 
     @staticmethod
     def forward_cuda(ctx, x, *parameters, silu, parts):
-        def out(weight: Array) -> Array:
-            return empty((len(x), len(weight)), float32)
-
         weights, biases = parameters[: len(parameters) // 2], parameters[len(parameters) // 2 :]
-        groups = [
-            Group(weight, bias, out(weight), out(weight) if silu and any(ctx.needs) else None)
-            for pair in zip(weights, biases, strict=True)
-            for weight, bias in zip(*(_rows(array, parts) for array in pair), strict=True)
-        ]
+        keeps, groups = silu and any(ctx.needs), []
+        for weight, bias in zip(weights, biases, strict=True):
+            for part in range(parts):
+                out, z = [empty((len(x), len(weight) // parts), float32) if made else None for made in (True, keeps)]
+                groups.append(Group(weight, bias, out, z, part))
         ctx.save(x, *weights, *(group.z for group in groups))
         ctx.parts = parts
         rows, outputs = len(x), max(map(len, weights)) // parts
@@ -134,9 +128,8 @@ class GroupedLinear(Function):
 
         dx, add = target(0, x.shape)
         if dx is not None:
-            rows = [part for weight in weights for part in _rows(weight, parts)]
-            _sum_products(dx, add, [Group(part, None, d_preact) for part, d_preact in zip(rows, d_preacts, strict=True)
-                                    if d_preact is not None])
+            _sum_products(dx, add, [Group(weights[i // parts], None, d_preact, part=i % parts)
+                                    for i, d_preact in enumerate(d_preacts) if d_preact is not None])
         groups = []
         for g in range(count):
             own = d_preacts[g * parts : (g + 1) * parts]
@@ -144,13 +137,14 @@ class GroupedLinear(Function):
                 continue
             dweight, add_weight = target(1 + g, weights[g].shape)
             dbias, add_bias = target(1 + count + g, weights[g].shape[:1])
-            for weight, bias, d_preact in zip(_rows(dweight, parts), _rows(dbias, parts), own, strict=True):
+            for part, d_preact in enumerate(own):
                 if d_preact is not None:
-                    groups.append(Group(weight, bias, d_preact, None, add_weight, add_bias))
+                    groups.append(Group(dweight, dbias, d_preact, None, part, add_weight, add_bias))
                     continue
-                for array, added in ((weight, add_weight), (bias, add_bias)):
+                rows = len(weights[g]) // parts
+                for array, added in ((dweight, add_weight), (dbias, add_bias)):
                     if array is not None and not added:
-                        array.fill(0)
+                        array[part * rows : (part + 1) * rows].fill(0)
         rows_each = max(group.out.shape[1] for group in groups)
         for batch in _batches(groups) if any(needs[1:]) else []:
             _launch("dweight", batch, rows_each, x.shape[1], x)
@@ -163,14 +157,6 @@ def _sum_products(dx: Array, add: bool, groups: list[Group]) -> None:
     for i, batch in enumerate(_batches(groups)):
         _launch("dx", batch, *dx.shape, partials[i * GROUPS :])
     sum_splits(partials, dx, Epilogue(addend=dx if add else None), dx.shape[1])
-
-
-def _rows(array: Array | None, parts: int) -> Sequence[Array | None]:
-    """`parts` equal views of an array's rows; or Nones for None."""
-    if array is None or parts == 1:
-        return [array] * parts
-    length = len(array) // parts
-    return [array[first : first + length] for first in range(0, len(array), length)]
 
 
 def grouped_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor],

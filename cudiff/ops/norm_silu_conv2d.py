@@ -12,7 +12,7 @@ from cudiff.backend import Array, float32, float64, is_float, is_low
 from cudiff.cuda.accumulate import gradient_sum, gradient_target
 from cudiff.cuda.kernels.convolution import table
 from cudiff.cuda.kernels.convolution.problem import DGRAD, WGRAD, Norm, Operands, Skip
-from cudiff.cuda.kernels.gemm.product import Epilogue
+from cudiff.cuda.kernels.gemm.product import Epilogue, as_float32
 from cudiff.cuda.kernels.gemm.table import linear as linear_cuda
 from cudiff.cuda.kernels.norm import table as norms
 from cudiff.cuda.kernels.pool import TWICE, sum_windows
@@ -73,7 +73,6 @@ class Inputs(NamedTuple):
 
 _itemsize = attrgetter("itemsize")
 NORM: Final = 6
-WEIGHT: Final = Inputs._fields.index("weight")
 WIDE = ("norm_weight", "norm_bias", "scale", "shift", "emb")  # read as float32, or as float64
 SOURCES = ("x2", "residual", "residual2")  # read in the dtype of the computation
 
@@ -89,34 +88,31 @@ class NormSiluConv2d(Function):
         return min(attrs["dtype"], inputs[0]._data.dtype, key=_itemsize)
 
     @staticmethod
-    def forward_cuda(ctx, *arrays, num_groups, eps, silu, upsample, relu, statistics, dtype):
-        given, needs, weight = Inputs(*arrays), ctx.needs, _taps(arrays[WEIGHT])
-        ctx.upsample, ctx.dtype, ctx.norm, ctx.weight = upsample, given.x.dtype, None, weight
-        h, h2 = given.x, None
-        if given.norm_weight is not None:
-            h, mean, rstd = norms.forward(given.x, given.x2, given.norm_weight, given.norm_bias, num_groups, eps, silu,
-                                          given.scale, given.shift, ctx.statistics[:2])
-            ctx.norm = Norm(silu, *given[:NORM], mean, rstd)
-        elif given.x2 is not None:
-            h2 = given.x2  # read in place
+    def forward_cuda(ctx, x, x2, norm_weight, norm_bias, scale, shift, weight, bias, emb, residual, residual2,
+                     skip_weight, skip_bias, num_groups, eps, silu, upsample, relu, statistics, dtype):
+        taps, h, h2, addend, skip, norm = _taps(weight), x, None, residual, None, None
+        if norm_weight is not None:
+            h, mean, rstd = norms.forward(x, x2, norm_weight, norm_bias, num_groups, eps, silu, scale, shift,
+                                          ctx.statistics[:2])
+            norm = Norm(silu, x, x2, norm_weight, norm_bias, scale, shift, mean, rstd)
+        elif x2 is not None:
+            h2 = x2  # read in place
         elif dtype != h.dtype and is_low(h.dtype):
             h = at_16_bytes(h)  # conv2d_few_channels reads packs of many channels
+        ctx.upsample, ctx.dtype, ctx.norm, ctx.weight = upsample, x.dtype, norm, taps
         # The norm's backward recomputes h for the weight's gradient, so h is not saved.
-        recomputed = ctx.norm is not None and True in needs[:NORM]
+        recomputed = norm is not None and True in ctx.needs[:NORM]
         times = 2 if upsample else 1
-        ctx.padding = (weight.shape[1] // 2,) * 2
+        ctx.padding = padding = (taps.shape[1] // 2,) * 2
         n, height, width, channels = h.shape
         ctx.shape = n, height * times, width * times, channels  # of the convolution's input
-        out = empty((n, *out_size(ctx.shape[1:3], weight.shape[1:3], (1, 1), ctx.padding), len(weight)), dtype)
-        skip, addend = None, given.residual
-        bias, skip_bias = [one if one is None or one.dtype == float32 else one.astype(float32)
-                           for one in (given.bias, given.skip_bias)]
-        if given.skip_weight is not None:
-            skip, addend = Skip(*given[9:12], skip_bias), None
-        operands = Operands(h, weight, out, Epilogue(bias, given.emb, addend), h2, skip)
-        ctx.out_statistics = table.fprop(operands, (1, 1), ctx.padding, statistics=statistics, relu=relu,
-                                         upsample=upsample)
-        ctx.save(None if recomputed else h, h2, given.weight, *given[9:12], out if relu else None)
+        out = empty((n, *out_size(ctx.shape[1:3], taps.shape[1:3], (1, 1), padding), len(weight)), dtype)
+        if skip_weight is not None:
+            skip, addend = Skip(residual, residual2, skip_weight, as_float32(skip_bias)), None
+        bias = bias if bias is None or bias.dtype == float32 else bias.astype(float32)
+        operands = Operands(h, taps, out, Epilogue(bias, emb, addend), h2, skip)
+        ctx.out_statistics = table.fprop(operands, (1, 1), padding, statistics=statistics, relu=relu, upsample=upsample)
+        ctx.save(None if recomputed else h, h2, weight, residual, residual2, skip_weight, out if relu else None)
         return out
 
     @staticmethod
@@ -139,8 +135,7 @@ class NormSiluConv2d(Function):
         if needs.weight:
             h = ctx.h_recomputed if h is None else h
             grads["weight"], add = gradient_target(into.weight, weight.shape, float32)
-            dweight = _taps(grads["weight"])
-            given = Operands(h, dweight, dout, x2=h2, add=add)
+            given = Operands(h, _taps(grads["weight"]), dout, x2=h2, add=add)
             table.wgrad(given, (1, 1), ctx.padding, upsample=ctx.upsample)
         if skip_weight is not None:
             grads |= _skip_gradients(ctx, dout, needs, into)
@@ -207,19 +202,16 @@ def _skip_gradients(ctx: Any, dout: Array, needs: Inputs, into: Inputs) -> dict[
         grads["skip_weight"], add = gradient_target(into.skip_weight, skip_weight.shape, float32)
         dweight = _matrix(grads["skip_weight"])
         linear_cuda(WGRAD, Operands(residual, dweight, dout, x2=residual2, add=add))
-    matrix, split = _matrix(skip_weight), residual.shape[3]
-    sources = {"residual": (residual, matrix[:, :split]), "residual2": (residual2, matrix[:, split:])}
-    adds = {}
-    for name, (source, _) in sources.items():
+    matrix, split, adds = _matrix(skip_weight), residual.shape[3], {}
+    for name, source in (("residual", residual), ("residual2", residual2)):
         if getattr(needs, name):
             grads[name], adds[name] = gradient_target(getattr(into, name), source.shape, source.dtype)
     if len(adds) == 2 and not any(adds.values()):
         linear_cuda(DGRAD, Operands(dout, matrix, grads["residual"], x2=grads["residual2"]))
         return grads
     for name, add in adds.items():
-        target = grads[name]
-        epilogue = Epilogue(addend=target if add else None)
-        linear_cuda(DGRAD, Operands(dout, sources[name][1], target, epilogue))
+        columns = matrix[:, :split] if name == "residual" else matrix[:, split:]
+        linear_cuda(DGRAD, Operands(dout, columns, grads[name], Epilogue(addend=grads[name] if add else None)))
     return grads
 
 
@@ -253,13 +245,12 @@ def norm_silu_conv2d(x: Tensor, x2: Tensor | None = None, *, weight: Tensor, bia
     statistics: whether a norm follows, for which kernels then compute channel statistics. Raises ValueError where
     shapes do not agree, TypeError for a conversion that is not between floating dtypes.
     """
-    given = Inputs(x, x2, norm_weight, norm_bias, scale, shift, weight, bias, emb, residual, residual2, skip_weight,
-                   skip_bias)
-    shapes = tuple([None if t is None else t._data.shape for t in given])
-    dtypes = tuple([None if t is None else t._data.dtype for t in given])
-    own = dtype = dtypes[0] if dtype is None else np.dtype(dtype)
-    if not _reads_as_they_are(shapes, dtypes, dtype, num_groups, upsample):
-        given, own = _converted(given, dtype, upsample)
+    given = (x, x2, norm_weight, norm_bias, scale, shift, weight, bias, emb, residual, residual2, skip_weight,
+             skip_bias)
+    kinds = tuple([(None, None) if t is None else (t._data.shape, t._data.dtype) for t in given])
+    own = dtype = x._data.dtype if dtype is None else np.dtype(dtype)
+    if not _reads_as_they_are(kinds, dtype, num_groups, upsample):
+        given, own = _converted(Inputs(*given), dtype, upsample)
     out = NormSiluConv2d.apply(*given, num_groups=num_groups, eps=eps, silu=silu, upsample=upsample, relu=relu,
                                statistics=statistics, dtype=own)
     return out if own == dtype else astype(out, dtype)
@@ -290,11 +281,11 @@ def _casts(x: Tensor, weight: Tensor, dtype: np.dtype, emb: bool) -> bool:
 
 
 @functools.cache
-def _reads_as_they_are(shapes: tuple, dtypes: tuple, dtype: np.dtype, num_groups: int, upsample: bool) -> bool:
+def _reads_as_they_are(kinds: tuple, dtype: np.dtype, num_groups: int, upsample: bool) -> bool:
     """Whether inputs of these shapes and dtypes need no conversion for a result of `dtype`. Raises ValueError where
     shapes do not agree, TypeError for integers."""
-    _check(Inputs(*shapes), num_groups, upsample)
-    given = Inputs(*dtypes)
+    shapes, given = map(Inputs._make, zip(*kinds, strict=True))
+    _check(shapes, num_groups, upsample)
     wide, sources = ([getattr(given, name) for name in names] for names in (WIDE, SOURCES))
     require_float_dtypes("norm_silu_conv2d", (given.x, given.weight, given.bias, *wide))
     return {given.x, *sources} <= {dtype, None} and {*wide} <= {float32, float64, None}

@@ -219,12 +219,17 @@ def test_every_launch_covers_the_tokens_and_fits(monkeypatch, queries, keys, dim
     def launch(stem, name, grid, threads, args, shared, **constants):
         found[name] = grid, threads, shared, constants
 
+    def prepared(stem, name, grid, block, shared, **constants):
+        return lambda *args: launch(stem, name, grid, *block, args, shared, **constants)
+
     monkeypatch.setattr(wide_sm90, "launch", launch)
     monkeypatch.setattr(wide_sm90, "multiprocessors", lambda: 132)
     monkeypatch.setattr(sm90, "launch", launch)
     monkeypatch.setattr(sm90, "empty", np.empty)
     monkeypatch.setattr(sm90, "two_maps", lambda *args: None)
-    monkeypatch.setattr(short_sm90, "launch", launch)
+    for module, made in ((sm90, "_forward"), (short_sm90, "_backward")):
+        monkeypatch.setattr(module, "Launch", prepared)
+        monkeypatch.setattr(module, made, getattr(module, made).__wrapped__)
     monkeypatch.setattr(short_sm90, "tensor_map", lambda *args: None)
     q, k = (np.zeros((2, tokens, 3, dim), np.float16) for tokens in (queries, keys))
     lse = np.zeros((2, 3, queries), np.float32)

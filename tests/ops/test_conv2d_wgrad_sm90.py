@@ -17,7 +17,8 @@ from tests.ops.test_conv2d_sm90 import SIZES, TOLERANCES
 
 def run(x, dout, dweight, add, plan=None, x2=None):
     given = Operands(x, dweight, dout, x2=x2, add=add)
-    wgrad_sm90.run(given, Offer(plan=plan), problem_of(WGRAD, given, (1, 1), (1, 1)))
+    problem = problem_of(WGRAD, given, (1, 1), (1, 1))
+    wgrad_sm90.run(given, Offer(plan=wgrad_sm90.Prepared(problem, plan)), problem)
 
 
 @pytest.mark.gpu
@@ -149,8 +150,10 @@ def test_a_launch_gives_the_same_bits_each_time(hopper, rng, taps, cluster):
                    for c in (weight[3], weight[0]))
         dweight = Tensor(np.zeros(weight, np.float32), device="cuda").data
         jobs.append(Operands(x, dweight, dout))
+    launch = wgrad_sm90.Configured(chosen, *[
+        wgrad_sm90.Prepared(problem_of(WGRAD, job, (1, 1), (1, 1)), chosen) for job in jobs])
     for count in range(300):
-        wgrad_sm90._launch_as(chosen, jobs)
+        launch(jobs)
         if count == 0:
             first = [job.weight.copy() for job in jobs]
             differ = first[0][0, 0, 0, 0] * 0

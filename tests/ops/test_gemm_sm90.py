@@ -126,8 +126,9 @@ def test_which_products_of_matrices_it_takes(changes, kernel):
 def test_every_plan_covers_the_result_and_fits(monkeypatch, size, low_out):
     """Tiles against the result, each block's part of the depth and of a tile, shared memory against an H200's."""
     found = []
-    monkeypatch.setattr(sm90, "launch", lambda stem, name, grid, threads, args, shared, **constants:
-                        found.append((grid, threads, args, shared, constants)))
+    monkeypatch.setattr(sm90, "Launch", lambda stem, name, grid, block, shared, **constants:
+                        lambda *args: found.append((grid, *block, args, shared, constants)))
+    monkeypatch.setattr(sm90, "_launch", sm90._launch.__wrapped__)
     monkeypatch.setattr(sm90, "tensor_map", lambda *args, **kwargs: None)
     monkeypatch.setattr(sm90, "at_16_bytes", lambda array: array)
     monkeypatch.setattr(sm90, "multiprocessors", lambda: 132)

@@ -105,7 +105,8 @@ def run(direction, x, weight, out, plan, x2=None, stride=(1, 1), padding=None, i
     if in_place:
         given = given._replace(epilogue=given.epilogue._replace(addend=given.out))
     problem = problem_of(direction, given, stride, padding or (weight.shape[1] // 2, weight.shape[2] // 2))
-    windows_sm90.run(given, Offer(plan=[(part, plan) for part in windows_sm90.parts_of(problem)]), problem)
+    windows_sm90.run(given, Offer(plan=[(part, windows_sm90._product(problem, part), plan)
+                                           for part in windows_sm90.parts_of(problem)]), problem)
     return [Tensor(array).numpy().astype(float) for array in (given.out, given.x2) if array is not None]
 
 
@@ -210,7 +211,7 @@ def test_weight_gradients(hopper, monkeypatch, rng, images, kernel, stride, padd
             part, = windows_sm90.parts_of(problem)
             added_to = []
             with tiles.watched(lambda planner, asked, launch, to, leaves, told=added_to: told.extend(to)):
-                windows_sm90.run(given, Offer(plan=[(part, plan)]), problem)
+                windows_sm90.run(given, Offer(plan=[(part, windows_sm90._product(problem, part), plan)]), problem)
             assert len(added_to) == add
             found[add, count] = Tensor(weight).numpy()
         assert relative_error(found[False, 132], expected) < 1e-4, plan

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 from cudiff.cuda.device import multiprocessors
 from cudiff.cuda.kernels.attention.problem import SUMS, Backward, Problem
 from cudiff.cuda.kernels.attention.sm90 import BARRIER_BYTES, NO_SUMS, TOKENS, Warpgroups, sums_of, supports
-from cudiff.cuda.launch import blocks, launch
+from cudiff.cuda.launch import Launch, blocks
 from cudiff.cuda.select import Offer
 from cudiff.cuda.tensor_map import tensor_map
 from cudiff.cuda.tiles import Planner
@@ -52,22 +53,25 @@ def offer_backward(p: Problem) -> Offer | None:
 
 
 def backward(given: Backward, plan: Warpgroups, p: Problem) -> None:
-    tiles = _tiles(p.queries, p.keys)
     arrays = given.q, given.k, given.v, given.dout, given.dq, given.dk, given.dv
     maps = [tensor_map(array, (1, TOKENS, 1, _DIM)) for array in arrays]
-    sums = sums_of(given, 4 * tiles) if _writes_sums(p) else NO_SUMS
+    sums = sums_of(given, 4 * _tiles(p.queries, p.keys)) if _writes_sums(p) else NO_SUMS
 
     def launch_as(plan: Warpgroups) -> None:
-        groups = plan.groups
-        scores, so_far = (tiles, 0) if groups == tiles else (1, _SO_FAR)
-        launch(
-            "attention_short_sm90", "backward", (p.heads, p.images), 128 * groups,
-            (*maps, given.out, given.lse, p.queries, p.keys, p.dim, 1 / math.sqrt(p.dim), *sums),
-            tiles * (2 * _TILE + 512 + so_far) + groups * (2 * _TILE + scores * _SCORES) + BARRIER_BYTES,
-            T=p.dtype, DP=_DIM, TILES=tiles, GROUPS=groups,
-        )
+        _backward(plan, p)(*maps, given.out, given.lse, p.queries, p.keys, p.dim, 1 / math.sqrt(p.dim), *sums)
 
     BACKWARD.run(_key(p), launch_as, chosen=plan)
+
+
+@functools.cache
+def _backward(plan: Warpgroups, p: Problem) -> Launch:
+    tiles, groups = _tiles(p.queries, p.keys), plan.groups
+    scores, so_far = (tiles, 0) if groups == tiles else (1, _SO_FAR)
+    return Launch(
+        "attention_short_sm90", "backward", (p.heads, p.images), (128 * groups,),
+        tiles * (2 * _TILE + 512 + so_far) + groups * (2 * _TILE + scores * _SCORES) + BARRIER_BYTES,
+        T=p.dtype, DP=_DIM, TILES=tiles, GROUPS=groups,
+    )
 
 
 def _key(p: Problem) -> tuple[int, ...]:

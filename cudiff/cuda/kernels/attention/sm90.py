@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -9,7 +10,7 @@ from cudiff.backend import Array, is_low
 from cudiff.cuda.device import multiprocessors
 from cudiff.cuda.kernels.attention.mask import arguments
 from cudiff.cuda.kernels.attention.problem import Backward, Forward, Problem
-from cudiff.cuda.launch import blocks, empty, launch
+from cudiff.cuda.launch import Launch, blocks, empty, launch
 from cudiff.cuda.select import Offer
 from cudiff.cuda.tensor_map import two_maps
 from cudiff.cuda.tiles import Planner
@@ -60,24 +61,28 @@ def offer_forward(p: Problem) -> Offer | None:
 
 
 def forward(given: Forward, plan: Warpgroups, p: Problem) -> None:
-    maps = tuple(map(tile_map, (given.q, given.k, given.v, given.out)))
-    # Of 72 channels three take 129 µs for 144, of 96 they take 30 for 27. With a mask two
-    # take 72 µs for 79 of 64 channels, 82 for 92 of 80: a multiprocessor has room for four blocks, not three.
-    stages = 3 if p.dim <= 80 and not p.masked else 2
+    maps = tile_map(given.q), tile_map(given.k), tile_map(given.v), tile_map(given.out)
 
     def launch_as(plan: Warpgroups) -> None:
-        launch(
-            "attention_sm90", "forward", (blocks(p.queries, plan.groups * TOKENS), p.heads, p.images),
-            plan.groups * 128, (*maps, given.lse, p.queries, p.keys, p.dim, 1 / math.sqrt(p.dim),
-                                  *arguments(given.mask)),
-            (plan.groups + 2 * stages) * _tile_bytes(p.dim) + BARRIER_BYTES,
-            T=p.dtype, DP=padded_dim(p.dim), STAGES=stages, GROUPS=plan.groups, MASKED=int(p.masked),
-        )
+        _forward(plan, p)(*maps, given.lse, p.queries, p.keys, p.dim, 1 / math.sqrt(p.dim), *arguments(given.mask))
 
     if p.masked:
         launch_as(plan)
     else:
         FORWARD.run(_key(p), launch_as, chosen=plan)
+
+
+@functools.cache
+def _forward(plan: Warpgroups, p: Problem) -> Launch:
+    # Of 72 channels three take 129 µs for 144, of 96 they take 30 for 27. With a mask two
+    # take 72 µs for 79 of 64 channels, 82 for 92 of 80: a multiprocessor has room for four blocks, not three.
+    stages = 3 if p.dim <= 80 and not p.masked else 2
+
+    return Launch(
+        "attention_sm90", "forward", (blocks(p.queries, plan.groups * TOKENS), p.heads, p.images),
+        (plan.groups * 128,), (plan.groups + 2 * stages) * _tile_bytes(p.dim) + BARRIER_BYTES,
+        T=p.dtype, DP=padded_dim(p.dim), STAGES=stages, GROUPS=plan.groups, MASKED=int(p.masked),
+    )
 
 
 def _key(p: Problem) -> tuple[int, ...]:
@@ -90,7 +95,7 @@ def sums_of(given: Backward, tiles: int) -> tuple:
     if given.sums is None:
         return NO_SUMS
     sums = given.sums(tiles)
-    return *sums, *(stride // 4 for stride in sums[0].strides[1:3])
+    return *sums, *[stride // 4 for stride in sums[0].strides[1:3]]
 
 
 NO_SUMS = None, None, None, 0, 0
@@ -129,6 +134,7 @@ def supports(p: Problem, backward: bool) -> bool:
     return p.backward == backward and is_low(p.dtype) and p.dim <= 128 and p.aligned
 
 
+@functools.cache
 def padded_dim(dim: int) -> int:
     """`dim`, the channels of a head, rounded up to a width that the kernels are written for."""
     return next(width for width in (32, 64, 80, 96, 128) if dim <= width)
@@ -141,5 +147,4 @@ def _tile_bytes(dim: int) -> int:
 def tile_map(array: Array, tokens: int = TOKENS) -> Any:
     """The two tensor maps of an array (N, tokens, heads, D): boxes of `tokens` by 64 channels, and by those left."""
     width = padded_dim(array.shape[3])
-    full, rest = min(width, 64), width % 64 or 64
-    return two_maps(array, (1, tokens, 1, full), (1, tokens, 1, rest))
+    return two_maps(array, (1, tokens, 1, min(width, 64)), (1, tokens, 1, width % 64 or 64))

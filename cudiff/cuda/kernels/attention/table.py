@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 
 from cudiff.backend import Array
@@ -73,6 +72,9 @@ def _problem(given: Forward | Backward, arrays: Sequence[Array], backward: bool,
              wanted: frozenset[str] = frozenset()) -> Problem:
     q, keys = given.q, given.k.shape[1]
     images, queries, heads, dim = q.shape
-    rows_aligned = all([math.gcd(a.data.ptr, dim * a.itemsize, *a.strides[:3]) % 16 == 0 for a in arrays])
-    return Problem(backward, q.dtype, images, queries, keys, heads, dim, rows_aligned, products(q.dtype), wanted,
+    places = dim * q.dtype.itemsize
+    for array in arrays:
+        image, token, head, _ = array.strides
+        places |= array.data.ptr | image | token | head
+    return Problem(backward, q.dtype, images, queries, keys, heads, dim, places % 16 == 0, products(q.dtype), wanted,
                    given.mask is not None)

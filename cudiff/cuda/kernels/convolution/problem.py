@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from cudiff.backend import Array
 from cudiff.cuda.kernels.gemm.product import Epilogue, products
+from cudiff.cuda.tensor_map import Form, form_of
 
 Pair = tuple[int, int]
 
@@ -56,10 +55,13 @@ class Image(NamedTuple):
 
     @property
     def size(self) -> int:
-        count = 1
-        for length in self.shape:
-            count *= length
-        return count
+        return math.prod(self.shape)
+
+    def form(self, box: tuple[int, ...], images: tuple[int, ...], **options: bool) -> Form:
+        """That of its tensor map, if it is viewed as `images`, (N, H, W). box, options: see `tensor_map`."""
+        pixel = (self.pitch or self.shape[3]) * self.dtype.itemsize
+        strides = images[1] * images[2] * pixel, images[2] * pixel, pixel, self.dtype.itemsize
+        return form_of((*images, self.shape[3]), self.dtype, box, strides=strides, **options)
 
 
 class Weight(NamedTuple):
@@ -140,52 +142,55 @@ class Operands(NamedTuple):
     add: bool = False
 
 
-def problem_of(direction: str, given: Operands, stride: Pair, padding: Pair, *wanted: str, dilation: Pair = (1, 1),
-               groups: int = 1) -> Problem:
-    """The problem of these operands. wanted: fused ops besides those that the operands imply."""
-    x, weight, out, _, x2, skip, norm, _ = given
-    first, result = [_image(image.shape, image.dtype, image.data.ptr % 16 == 0 and image.flags.c_contiguous)
-                     for image in (x, out)]
-    return Problem(
-        direction, first, weight_of(weight), result, stride, padding, products(x.dtype), wanted_by(given, *wanted),
-        None if x2 is None else image_of(x2),
-        () if skip is None else _images(skip[:2]), None if skip is None else weight_of(skip.weight),
-        () if norm is None else _images(norm[1:3]), norm is None or norm.silu, dilation, groups,
+def problem_of(direction: str, given: Operands, stride: Pair = (1, 1), padding: Pair = (0, 0), *wanted: str | bool,
+               dilation: Pair = (1, 1), groups: int = 1) -> Problem:
+    """The problem of these operands. wanted: fused ops besides those that the operands imply, or False in place of one.
+
+    A weight (K, C) is a linear layer's, whose matrices (..., C) are described as images: see `image_shape`.
+    """
+    x, weight, out, epilogue, x2, skip, norm, _ = given
+    images = [None if image is None else (image.shape, image.dtype, image.data.ptr % 16 == 0 and (
+        image.base is None or image.flags.c_contiguous))  # one that owns its memory is; to ask for flags takes longer
+              for image in (x, out, x2, *(skip[:2] if skip else ()), *(norm[1:3] if norm else ()))]
+    return _problem(
+        direction, tuple(images), _weight(weight), stride, padding, products(x.dtype), wanted,
+        tuple(map(type, epilogue)), None if skip is None else _weight(skip.weight),
+        None if norm is None else norm.silu, dilation, groups,
     )
 
 
-def wanted_by(given: Operands, *more: str) -> frozenset[str]:
-    """The fused ops that the operands imply, and `more`."""
-    bias, emb, addend, _, gate, activation, factor, _ = given.epilogue
-    return _fusions(
-        bias is not None, emb is not None, addend is not None, gate is not None, activation is not None,
-        factor is not None, given.x2 is not None, given.skip is not None, given.norm is not None,
-        given.x.dtype != given.out.dtype, more,
-    )
+def _weight(array: Array) -> tuple[tuple[int, ...], bool, bool]:
+    """The fields of an array's `Weight`."""
+    shape = array.shape
+    return shape, (array.data.ptr | shape[-1] * array.itemsize | array.strides[0]) % 16 == 0, array.flags.c_contiguous
 
 
 @functools.cache
-def _fusions(*shown: Any) -> frozenset[str]:
-    *wanted, more = shown
-    return frozenset((*more, *itertools.compress(_SHOWN, wanted)))
+def _problem(direction: str, images: tuple, weight: tuple, stride: Pair, padding: Pair, products: int,
+             wanted: tuple[str | bool, ...], epilogue: tuple[type, ...], skip: tuple | None, silu: bool | None,
+             dilation: Pair, groups: int) -> Problem:
+    """`problem_of`, once for all operands with these fields: a training step asks for 200 problems."""
+    shape, *places = weight
+    if len(shape) == 2:
+        shape, images = (shape[0], 1, 1, shape[1]), tuple([one and (image_shape(one[0]), *one[1:]) for one in images])
+    x, out, x2, *sources = [one and Image(*one) for one in images]
+    bias, emb, addend, _, gate, activation, factor, _ = [kind is not type(None) for kind in epilogue]
+    implied = {
+        Fusion.BIAS: bias, Fusion.EMB: emb, Fusion.ADDEND: addend, Fusion.GATE: gate, Fusion.ACTIVATION: activation,
+        Fusion.FACTOR: factor, Fusion.SECOND_SOURCE: x2, Fusion.SKIP: skip, Fusion.NORM_BACKWARD: silu is not None,
+        Fusion.CAST: x.dtype != out.dtype,
+    }
+    fusions = frozenset([name for name in (*wanted, *filter(implied.get, implied)) if isinstance(name, str)])
+    skips = 2 if skip else 0  # sources of the skip path, then those of the norm
+    return Problem(
+        direction, x, Weight(shape, *places), out, stride, padding, products, fusions, x2,
+        tuple(filter(None, sources[:skips])), Weight(*skip) if skip else None, tuple(filter(None, sources[skips:])),
+        silu is None or silu, dilation, groups,
+    )
 
 
-_SHOWN = (Fusion.BIAS, Fusion.EMB, Fusion.ADDEND, Fusion.GATE, Fusion.ACTIVATION, Fusion.FACTOR, Fusion.SECOND_SOURCE,
-          Fusion.SKIP, Fusion.NORM_BACKWARD, Fusion.CAST)
-_image, _weight = functools.cache(Image), functools.cache(Weight)  # equal arrays share one object
-
-
-def image_of(array: Array, shape: tuple[int, ...] | None = None) -> Image:
-    """The Image of an array, viewed in this shape if one is given."""
-    return _image(shape or array.shape, array.dtype, array.data.ptr % 16 == 0 and array.flags.c_contiguous)
-
-
-def weight_of(array: Array, shape: tuple[int, ...] | None = None) -> Weight:
-    """The Weight of an array, viewed in this shape if one is given."""
-    own = array.shape
-    unit = math.gcd(array.data.ptr, own[-1] * array.itemsize, array.strides[0])
-    return _weight(shape or own, unit % 16 == 0, array.flags.c_contiguous)
-
-
-def _images(arrays: Sequence[Array | None]) -> tuple[Image, ...]:
-    return tuple([image_of(array) for array in arrays if array is not None])
+def image_shape(matrix: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape (1, H, 8, C) of the image of which a 1×1 convolution is the product of a matrix (..., C). It is
+    (rows, C) where 8 does not divide the rows."""
+    rows, channels = math.prod(matrix[:-1]), matrix[-1]
+    return (1, rows // 8, 8, channels) if rows % 8 == 0 else (rows, channels)

@@ -399,17 +399,12 @@ class Configured:
 
         def form(image: Image | None, box: tuple[int, ...], images: tuple[int, ...] = ready.images,
                  **options: bool) -> Any:
-            if image is None:
-                return None
-            pixel = (image.pitch or image.shape[3]) * dtype.itemsize
-            strides = images[1] * images[2] * pixel, images[2] * pixel, pixel, dtype.itemsize
-            return form_of((*images, image.shape[3]), dtype, box, strides=strides, **options)
+            return None if image is None else image.form(box, images, **options)
 
         self.x, self.x2 = (form(image, halo_box, ready.read, twice=upsample) for image in (p.x, p.x2))
         self.out, self.out2 = (form(image, self.result_box, operand=False) for image in (p.out, p.x2))
         read, box = (p.skip, (1, rows, 8, chunk)) if ready.skip else (p.norm if ready.norm else (), self.result_box)
         self.sources = [form(image, box, operand=False) for image in (*read, p.out, p.out)[:2]]
-        self.weight_box = CHANNELS, 1, chunk
         kind = moments(dtype) if ready.moments else Kind.PRODUCTS if ready.norm else None
         tiles = tiles_of((*ready.images, 0), rows) * cluster
         self.statistics = None if kind is None else (kind, (n, tiles, ready.outputs, kind.numbers))
@@ -428,19 +423,19 @@ class Configured:
         )
 
     def __call__(self, given: Operands, weight: Array, addend: Array | None) -> ChannelStatistics | None:
-        ready, (bias, emb, *_) = self.ready, given.epilogue
-        skip, norm = given.skip if ready.skip else None, given.norm if ready.norm else None
-        x_map = x2_map = map_at(given.x.data.ptr, *self.x)
-        skip_map = weight_map = self._weight_map(weight)
-        first_map = second_map = out_map = out2_map = map_at(given.out.data.ptr, *self.out)
-        if given.x2 is not None and ready.p.direction == DGRAD:
-            out2_map = map_at(given.x2.data.ptr, *self.out2)
-        elif given.x2 is not None:
-            x2_map = map_at(given.x2.data.ptr, *self.x2)
+        ready, (x, _, out, (bias, emb, *_), x2, skip, norm, _) = self.ready, given
+        x_map = x2_map = map_at(x.data.ptr, *self.x)
+        skip_map = weight_map = _weight_map(weight.data.ptr, weight.shape, weight.strides, weight.dtype)
+        first_map = second_map = out_map = out2_map = map_at(out.data.ptr, *self.out)
+        if x2 is not None and ready.p.direction == DGRAD:
+            out2_map = map_at(x2.data.ptr, *self.out2)
+        elif x2 is not None:
+            x2_map = map_at(x2.data.ptr, *self.x2)
         skip_bias, affine, groups, read = None, _NO_NORM, 1, None
-        if skip is not None:
-            skip_map, skip_bias, read = self._weight_map(skip.weight), skip.bias, skip[:2]
-        elif norm is not None:
+        if skip is not None and ready.skip:
+            weight, skip_bias, read = skip.weight, skip.bias, skip[:2]
+            skip_map = _weight_map(weight.data.ptr, weight.shape, weight.strides, weight.dtype)
+        elif norm is not None and ready.norm:
             affine, groups, read = norm[3:], norm.mean.shape[1], norm[1:3]
         elif addend is not None:
             if addend.shape[:3] != ready.images:
@@ -448,8 +443,8 @@ class Configured:
             first_map = map_at(addend.data.ptr, *form_of(addend.shape, addend.dtype, self.result_box, operand=False,
                                                          strides=addend.strides))
         if read is not None:
-            first_map, second_map = [map_at((given.out if array is None else array).data.ptr, *form)
-                                     for array, form in zip(read, self.sources, strict=True)]
+            first_map = map_at(read[0].data.ptr, *self.sources[0])
+            second_map = map_at((out if read[1] is None else read[1]).data.ptr, *self.sources[1])
         statistics = parts = workspace = None
         if self.statistics is not None:
             kind, shape = self.statistics
@@ -463,11 +458,14 @@ class Configured:
         )
         return statistics
 
-    def _weight_map(self, weight: Array) -> bytes:
-        """In boxes of 64 rows by one tap by a chunk of channels."""
-        k, rows, columns, c = weight.shape
-        strides = weight.strides[0], c * weight.itemsize if rows == columns == 1 else weight.strides[2], 0
-        return map_at(weight.data.ptr, *form_of((k, rows * columns, c), weight.dtype, self.weight_box, strides=strides))
+
+@functools.lru_cache(maxsize=4096)
+def _weight_map(pointer: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any) -> bytes:
+    """In boxes of 64 rows by one tap by a chunk of channels."""
+    k, rows, columns, c = shape
+    steps = strides[0], c * dtype.itemsize if rows == columns == 1 else strides[2], 0
+    box = CHANNELS, 1, ROW_BYTES // dtype.itemsize
+    return map_at(pointer, *form_of((k, rows * columns, c), dtype, box, strides=steps))
 
 
 _NO_NORM = (None,) * 6
@@ -476,7 +474,7 @@ _NO_NORM = (None,) * 6
 def run(given: Operands, offer: Offer, p: Problem) -> ChannelStatistics | None:
     """Returns what `table.fprop` and `table.dgrad` return. The offer's plan is `Prepared`."""
     ready: Prepared = offer.plan
-    weight, addend, dtype = given.weight, given.epilogue.addend, given.x.dtype
+    planned, weight, addend, dtype = ready.planned, given.weight, given.epilogue.addend, given.x.dtype
     if weight.dtype != dtype:
         weight = weight.astype(dtype)
     if ready.turns:
@@ -488,7 +486,6 @@ def run(given: Operands, offer: Offer, p: Problem) -> ChannelStatistics | None:
         addend = addend.copy()  # TMA reads it
 
     def launch_as(chosen: Plan) -> ChannelStatistics | None:
-        configured = ready.planned if chosen is ready.planned.plan else Configured(ready, chosen)
-        return configured(given, weight, addend)
+        return (planned if chosen is planned.plan else Configured(ready, chosen))(given, weight, addend)
 
-    return plan.run(ready.problem, launch_as, added_to, chosen=ready.planned.plan)
+    return plan.run(ready.problem, launch_as, added_to, chosen=planned.plan)

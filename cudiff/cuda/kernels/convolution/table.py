@@ -138,9 +138,8 @@ def fprop(given: Operands, stride: Pair, padding: Pair, dilation: Pair = (1, 1),
     """
     if given.out.size == 0:
         return None
-    asked = {Fusion.STATISTICS: statistics, Fusion.RELU: relu, Fusion.UPSAMPLE: upsample}
-    problem = problem_of(FPROP, given, stride, padding, *[fusion for fusion, on in asked.items() if on],
-                         dilation=dilation, groups=groups)
+    problem = problem_of(FPROP, given, stride, padding, statistics and Fusion.STATISTICS, relu and Fusion.RELU,
+                         upsample and Fusion.UPSAMPLE, dilation=dilation, groups=groups)
     chosen = CONVOLUTION.select(problem)
     if Fusion.SKIP in chosen.left:
         given = given._replace(skip=None, epilogue=given.epilogue._replace(addend=_skipped(given)))
@@ -175,8 +174,7 @@ def dgrad(given: Operands, stride: Pair, padding: Pair, dilation: Pair = (1, 1),
     """
     if given.out.size == 0:
         return None
-    problem = problem_of(DGRAD, given, stride, padding, *((Fusion.SUMS,) if sums else ()), dilation=dilation,
-                         groups=groups)
+    problem = problem_of(DGRAD, given, stride, padding, sums and Fusion.SUMS, dilation=dilation, groups=groups)
     chosen = CONVOLUTION.select(problem)
     assert Fusion.CAST not in chosen.left
     return chosen.row.run(given, chosen.offer, problem)
@@ -190,8 +188,7 @@ def wgrad(given: Operands, stride: Pair, padding: Pair, dilation: Pair = (1, 1),
         if not given.add:
             given.weight.fill(0)
         return None
-    problem = problem_of(WGRAD, given, stride, padding, *((Fusion.UPSAMPLE,) if upsample else ()),
-                         dilation=dilation, groups=groups)
+    problem = problem_of(WGRAD, given, stride, padding, upsample and Fusion.UPSAMPLE, dilation=dilation, groups=groups)
     chosen = CONVOLUTION.select(problem)
     if Fusion.UPSAMPLE in chosen.left:
         x, _ = spread_windows(given.x, given.out.shape[1:3], TWICE, 1.0, None)

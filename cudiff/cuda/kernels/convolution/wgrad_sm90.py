@@ -6,7 +6,7 @@ import functools
 import itertools
 import math
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -27,10 +27,10 @@ from cudiff.cuda.kernels.convolution.sm90 import (
     takes_second_source,
 )
 from cudiff.cuda.kernels.shape import padded
-from cudiff.cuda.launch import address, blocks, empty, launch
+from cudiff.cuda.launch import Launch, address, blocks, empty, launch
 from cudiff.cuda.select import Offer
 from cudiff.cuda.sums import add_parts
-from cudiff.cuda.tensor_map import tensor_map
+from cudiff.cuda.tensor_map import map_at, tensor_map
 from cudiff.cuda.tiles import Planner
 
 MAX_BATCH = 16  # gradients in a launch: they take 7 of the 32 KiB that its arguments may have
@@ -53,7 +53,8 @@ def offer(p: Problem) -> Offer | None:
     if Fusion.SECOND_SOURCE in p.wanted and (Fusion.UPSAMPLE in p.wanted or not takes_second_source(p)):
         return None
     upsampled = Fusion.UPSAMPLE in p.wanted and _takes_upsampled(p)
-    return Offer(p.wanted & ({Fusion.SECOND_SOURCE, Fusion.UPSAMPLE} if upsampled else {Fusion.SECOND_SOURCE}))
+    fused = p.wanted & ({Fusion.SECOND_SOURCE, Fusion.UPSAMPLE} if upsampled else {Fusion.SECOND_SOURCE})
+    return Offer(fused, Prepared(p))
 
 
 def _takes_upsampled(p: Problem) -> bool:
@@ -89,70 +90,93 @@ class Plan(NamedTuple):
         return [self.taps, self.across, self.cluster, self.splits]
 
 
+class Prepared:
+    """What the gradients of one problem have in common, made once for it: a row's offer holds it. chosen: None, or a
+    plan in place of the planner's, by which the gradient is computed at once."""
+
+    def __init__(self, p: Problem, chosen: Plan | None = None):
+        self.p, self.chosen = p, chosen
+        self.read, self.images = p.x.shape[:3], p.out.shape[:3]
+        if p.kernel == (1, 1) and chosen is None and self.read == self.images:
+            self.read = self.images = full_tiles(self.images, apart=False)
+        # TMA reads rows of a multiple of 16 bytes: `run` pads others.
+        self.x, self.out = (image._replace(shape=(*image.shape[:3], blocks(image.shape[3], 8) * 8))
+                            for image in (p.x, p.out))
+        self.pads = (self.x, self.out) != (p.x, p.out)
+        self.held = sum([image.size * image.dtype.itemsize for image in (self.x, self.out, p.x2) if image is not None])
+        self.group = p.x.dtype, self.read, self.images, p.kernel
+
+
 def run(given: Operands, offer: Offer, p: Problem) -> None:
     """Write the gradient of the weight, whose rows may be slices of longer rows. An x half as high and wide as dout is
-    read as upsampled. The offer's plan is None, or replaces the planner's; without one the gradient of 16-bit images
-    may be deferred (see cudiff.cuda.deferred)."""
-    x, dout, x2, dweight = given.x, given.out, given.x2, given.weight
-    if x.dtype == float32:
-        wgrad_tf32(x, dout, dweight, given.add)
+    read as upsampled. The offer's plan is `Prepared`. The gradient of 16-bit images may be deferred (see
+    cudiff.cuda.deferred)."""
+    ready: Prepared = offer.plan
+    if p.x.dtype == float32:
+        wgrad_tf32(given.x, given.out, given.weight, given.add)
         return
-    if dweight.shape[1:3] == (1, 1) and offer.plan is None and x.shape[:3] == dout.shape[:3]:
-        images = full_tiles(x.shape[:3], apart=False)
-        if images != x.shape[:3]:
-            x, x2, dout = [None if array is None else array.reshape(*images, array.shape[3])
-                           for array in (x, x2, dout)]
-    if x.shape[3] % 8 or dout.shape[3] % 8:
-        x, dout = _whole(x), _whole(dout)
-    given = Operands(x, dweight, dout, x2=x2, add=given.add)
-    if offer.plan is not None:
-        _launch_as(offer.plan, [given])
+    if ready.pads:
+        given = given._replace(x=_whole(given.x), out=_whole(given.out))
+    if ready.chosen is not None:
+        _configured(ready.chosen, ready)([given])
     else:
-        reads = [x, dout] if x2 is None else [x, x2, dout]
-        held = sum([array.nbytes for array in reads])
-        enqueue(_WGRADS, given, dweight, reads, held, (x.dtype, x.shape[:3], dout.shape[:3], dweight.shape[1:3]))
+        reads = [given.x, given.out] if given.x2 is None else [given.x, given.x2, given.out]
+        enqueue(_WGRADS, (ready, given), given.weight, reads, ready.held, ready.group)
 
 
-def _launch(batch: list[Operands]) -> None:
+def _launch(batch: list[tuple[Prepared, Operands]]) -> None:
     """Weight gradients from images of one size, in one launch."""
-    images = batch[0].out.shape[:3]
-    problem = images, tuple([one.weight.shape for one in batch]), batch[0].x.shape[:3] != images
-    plan.run(problem, lambda chosen: _launch_as(chosen, batch), [one.weight for one in batch if one.add])
+    all_ready, all_given = zip(*batch, strict=True)
+    ready = all_ready[0]
+    problem = ready.images, tuple([ready.p.weight.shape for ready in all_ready]), ready.read != ready.images
+    plan.run(problem, lambda chosen: _configured(chosen, *all_ready)(all_given),
+             [given.weight for given in all_given if given.add])
 
 
-def _launch_as(chosen: Plan, batch: list[Operands]) -> None:
-    """`_launch` with this plan."""
-    images, kernel, dtype = batch[0].out.shape[:3], batch[0].weight.shape[1:3], batch[0].x.dtype
-    n, height, columns = images
-    upsample = batch[0].x.shape[:3] != images
-    taps, across, cluster, splits, rows, stages, shared = chosen
-    width, sums = width_of(columns), splits // cluster
-    box: tuple[int, ...] = (1, rows + kernel[0] - 1, width + taps - 1, CHANNELS)
-    if upsample:
-        box = (1, 1, (width + taps + 1) // 2, 2, CHANNELS)
-    dout_box = (1, rows, width, CHANNELS)
-    count = 1 if len(batch) == 1 else MAX_BATCH
-    rows_of_table, first, outs = [], 0, []
-    for one in batch:
-        out, pitch = _sums(one.weight, sums)
-        sources = [tensor_map(source, box, twice=upsample) for source in (one.x, one.x if one.x2 is None else one.x2)]
-        outputs, _, _, channels = one.weight.shape
-        rows_of_table.append(_PACKED.pack(*sources, tensor_map(one.out, dout_box), address(out), pitch, first,
-                                          one.add and sums == 1, channels, outputs, one.x.shape[3]))
-        first += _blocks(one.weight.shape, taps, across)
-        outs.append(out)
-    table = np.frombuffer(b"".join(rows_of_table) + _NO_ROW * (count - len(batch)), _TABLES[count])
-    launch(
-        "conv2d_wgrad_sm90", "conv2d_wgrad_sm90", (first, 1, splits), 160 if taps == 1 else 512,
-        (table, n, height, columns, kernel[1], rows, width, stages),
-        shared, T=dtype, R=kernel[0], TAPS=taps, COLUMNS=across, PIXELS=rows * width, CLUSTER=cluster, JOBS=count,
-        UPSAMPLE=int(upsample),
-    )
-    for one, out in zip(batch, outs, strict=True):
-        if sums > 1:
-            add_parts(out, one.weight, one.add)
+class Configured:
+    """The launch, by one plan, of gradients of these problems: made once for them."""
+
+    def __init__(self, chosen: Plan, *all_ready: Prepared):
+        taps, across, cluster, splits, rows, stages, shared = chosen
+        dtype, read, images, kernel = all_ready[0].group
+        (n, height, columns), upsample = images, read != images
+        width, self.sums = width_of(columns), splits // cluster
+        box: tuple[int, ...] = (1, rows + kernel[0] - 1, width + taps - 1, CHANNELS)
+        if upsample:
+            box = (1, 1, (width + taps + 1) // 2, 2, CHANNELS)
+        self.rows, first = [], 0
+        for ready in all_ready:
+            outputs, _, _, channels = ready.p.weight.shape
+            x, x2 = [source.form(box, read, twice=upsample) for source in (ready.x, ready.p.x2 or ready.x)]
+            out = ready.out.form((1, rows, width, CHANNELS), images)
+            self.rows.append((x, x2, out, first, channels, outputs, ready.x.shape[3]))
+            first += _blocks(ready.p.weight.shape, taps, across)
+        count = 1 if len(all_ready) == 1 else MAX_BATCH
+        self.rest, self.table = _NO_ROW * (count - len(all_ready)), _TABLES[count]
+        self.numbers = n, height, columns, kernel[1], rows, width, stages
+        self.launch = Launch(
+            "conv2d_wgrad_sm90", "conv2d_wgrad_sm90", (first, 1, splits), (160 if taps == 1 else 512,), shared,
+            T=dtype, R=kernel[0], TAPS=taps, COLUMNS=across, PIXELS=rows * width, CLUSTER=cluster, JOBS=count,
+            UPSAMPLE=int(upsample),
+        )
+
+    def __call__(self, batch: Sequence[Operands]) -> None:
+        table, outs = b"", []
+        for one, (x, x2, dout, first, channels, outputs, split) in zip(batch, self.rows, strict=True):
+            out, pitch = _sums(one.weight, self.sums)
+            table += _PACKED.pack(
+                map_at(one.x.data.ptr, *x), map_at((one.x if one.x2 is None else one.x2).data.ptr, *x2),
+                map_at(one.out.data.ptr, *dout), address(out), pitch, first, one.add and self.sums == 1, channels,
+                outputs, split,
+            )
+            outs.append(out)
+        self.launch(np.frombuffer(table + self.rest, self.table), *self.numbers)
+        if self.sums > 1:
+            for one, out in zip(batch, outs, strict=True):
+                add_parts(out, one.weight, one.add)
 
 
+_configured = functools.lru_cache(maxsize=4096)(Configured)
 _WGRADS = LaunchType(_launch, MAX_BATCH, PENDING_BYTES, rank=0)
 _ROW = np.dtype({
     "names": ["x", "x2", "dout", "out", "pitch", "first", "add", "channels", "outputs", "split"],

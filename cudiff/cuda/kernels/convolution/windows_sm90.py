@@ -80,7 +80,7 @@ def offer(p: Problem) -> Offer | None:
     fused = p.wanted & (EPILOGUE | {Fusion.SECOND_SOURCE})
     if sum(_estimate(p, part) for part in parts) + _left(p, fused) >= otherwise(p):
         return None
-    return Offer(fused, [(part, plan(*_product(p, part))) for part in parts])
+    return Offer(fused, [(part, asked := _product(p, part), plan(*asked)) for part in parts])
 
 
 def _supports(p: Problem) -> bool:
@@ -176,23 +176,23 @@ def otherwise(p: Problem) -> float:
 
 
 def run(given: Operands, offer: Offer, p: Problem) -> None:
-    """Launch each part with its plan from `offer`."""
+    """Launch each part with its product and plan from `offer`."""
     if p.direction != WGRAD and given.weight.dtype != given.x.dtype:
         given = given._replace(weight=given.weight.astype(given.x.dtype))
-    for part, chosen in offer.plan:
-        (_run_wgrad if p.direction == WGRAD else _run)(given, part, chosen, p)
+    for part, asked, chosen in offer.plan:
+        (_run_wgrad if p.direction == WGRAD else _run)(given, part, asked, chosen, p)
 
 
-def _run_wgrad(given: Operands, part: Part, chosen: Plan, p: Problem) -> None:
+def _run_wgrad(given: Operands, part: Part, asked: tuple, chosen: Plan, p: Problem) -> None:
     weight = given.weight.reshape(1, len(given.weight), -1)
 
     def launch_as(chosen: Plan) -> None:
         multiply(rows_of(given.out), given.x, weight, Epilogue(), True, True, given.add, chosen, windows=part.windows)
 
-    plan.run(_product(p, part), launch_as, [given.weight] if given.add else [], chosen=chosen)
+    plan.run(asked, launch_as, [given.weight] if given.add else [], chosen=chosen)
 
 
-def _run(given: Operands, part: Part, chosen: Plan, p: Problem) -> None:
+def _run(given: Operands, part: Part, asked: tuple, chosen: Plan, p: Problem) -> None:
     backward, matrix = p.direction == DGRAD, _is_matrix(p)
     x, weight = given.x, given.weight
     own = rows_of if matrix else lambda images: images[:, *part.pixels]
@@ -210,4 +210,4 @@ def _run(given: Operands, part: Part, chosen: Plan, p: Problem) -> None:
         multiply(x, weight, out, epilogue, False, backward, False, chosen, more_in, more_out,
                  None if matrix else part.windows)
 
-    plan.run(_product(p, part), launch_as, [given.out] if given.epilogue.addend is given.out else [], chosen=chosen)
+    plan.run(asked, launch_as, [given.out] if given.epilogue.addend is given.out else [], chosen=chosen)

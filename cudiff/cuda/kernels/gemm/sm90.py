@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator
@@ -25,7 +26,7 @@ from cudiff.cuda.kernels.gemm.matmul import rows_of
 from cudiff.cuda.kernels.gemm.problem import Product
 from cudiff.cuda.kernels.gemm.product import ACTIVATIONS, Epilogue
 from cudiff.cuda.kernels.shape import at_16_bytes
-from cudiff.cuda.launch import blocks, empty, launch
+from cudiff.cuda.launch import Launch, blocks, empty
 from cudiff.cuda.select import Offer
 from cudiff.cuda.sums import add_parts, empty_statistics
 from cudiff.cuda.tensor_map import Windows, tensor_map, windows_map
@@ -41,6 +42,7 @@ SUMMED = 64  # rows of the result for each sum that is left
 NARROW = 64  # columns of the tile for results of no more
 STEPS = {256: 0.65, 192: 0.495, 128: 0.36, NARROW: 0.28}  # microseconds of a step, by a tile's columns
 BANDWIDTH = 3e6  # bytes in a microsecond
+_PIXELS = Windows()  # each pixel is one
 ONE_TAP_FLOPS = 330e6  # of conv2d_sm90 with one tap, in a microsecond, as counted: its warpgroups share no operand
 
 
@@ -274,13 +276,10 @@ def multiply(a: Array, b: Array, out: Array, epilogue: Epilogue, a_mn: bool, b_m
     tiles = _tiles(plan, rows, across) * batches * parts
     if transposed:
         a, b, a_mn, b_mn, rows, columns = b, a, b_mn, a_mn, columns, rows
-    low_out = out.dtype != float32
-    other, aux = epilogue.addend if epilogue.factor is None else epilogue.factor, epilogue.aux
-    reads, keeps = other is not None, aux is not None
-    other = at_16_bytes(other) if reads else other
-    bias, by_image = (None if term is None else at_16_bytes(term)
-                      for term in (epilogue.bias, epilogue.emb if epilogue.gate is None else epilogue.gate))
-    stages, shared = _fit(plan, b_mn, low_out, reads, keeps)
+    low_out, (bias, emb, addend, rows_per_image, gate, activation, factor, aux) = out.dtype != float32, epilogue
+    other = addend if factor is None else factor
+    other = other if other is None else at_16_bytes(other)
+    bias, by_image = [term if term is None else at_16_bytes(term) for term in (bias, emb if gate is None else gate)]
 
     def source(array: Array) -> bytes:
         if windows is not None:
@@ -296,18 +295,27 @@ def multiply(a: Array, b: Array, out: Array, epilogue: Epilogue, a_mn: bool, b_m
     operands = a_map, a_map if a2 is None else source(a2), tensor_map(b, (*[1] * (b.ndim - 2), *b_box))
     own = result(out) if low_out else a_map
     beside = [own if array is None else result(array if windows else array.reshape(-1, rows, array.shape[-1]))
-              for array in (aux if keeps else out2, other)]
+              for array in (out2 if aux is None else aux, other)]
     floats, pitch = (sums, 0) if low_out else (out, out.strides[1] // out.itemsize)
-    of_windows = itertools.chain(*(windows or Windows()))
-    launch(
-        "gemm_sm90", "gemm_sm90", (tiles if cluster > 1 else min(tiles, multiprocessors()), 1, cluster), 384,
-        (*operands, own, *beside, bias, by_image, epilogue.rows_per_image, floats, np.int64(pitch), int(add), rows,
-         columns, depth, batches, parts, split, columns if out2 is None else first_columns, *of_windows),
-        shared, T=a.dtype, OUT=out.dtype, A_MN=int(a_mn), B_MN=int(b_mn), BN=width, CLUSTER=cluster,
-        STAGES=stages, TRANSPOSED=transposed, WINDOWS=int(windows is not None),
-        ADDS=int(epilogue.addend is not None and epilogue.gate is None), ACTIVATION=ACTIVATIONS[epilogue.activation],
-        KEEPS=int(keeps), MULTIPLIES=int(epilogue.factor is not None), GATES=int(epilogue.gate is not None),
-        SUMS=int(sums is not None),
+    launch = _launch(plan, tiles if cluster > 1 else min(tiles, multiprocessors()), a.dtype, out.dtype, a_mn, b_mn,
+                     windows is not None, addend is not None, activation, factor is not None, gate is not None,
+                     aux is not None, sums is not None)
+    launch(*operands, own, *beside, bias, by_image, rows_per_image, floats, np.int64(pitch), int(add), rows, columns,
+           depth, batches, parts, split, columns if out2 is None else first_columns,
+           *itertools.chain(*(windows or _PIXELS)))
+
+
+@functools.lru_cache(maxsize=4096)
+def _launch(plan: Plan, count: int, dtype: np.dtype, out: np.dtype, a_mn: bool, b_mn: bool, windows: bool, addend: bool,
+            activation: str | None, factor: bool, gate: bool, aux: bool, sums: bool) -> Launch:
+    """The launch of so many clusters by this plan, for operands and a result of these dtypes."""
+    width, cluster, transposed, *_ = plan
+    stages, shared = _fit(plan, b_mn, out != float32, addend or factor, aux)
+    return Launch(
+        "gemm_sm90", "gemm_sm90", (count, 1, cluster), (384,), shared, T=dtype, OUT=out, A_MN=int(a_mn),
+        B_MN=int(b_mn), BN=width, CLUSTER=cluster, STAGES=stages, TRANSPOSED=transposed, WINDOWS=int(windows),
+        ADDS=int(addend and not gate), ACTIVATION=ACTIVATIONS[activation], KEEPS=int(aux), MULTIPLIES=int(factor),
+        GATES=int(gate), SUMS=int(sums),
     )
 
 

@@ -3,9 +3,6 @@ pixels wide."""
 
 from __future__ import annotations
 
-import functools
-import math
-
 from cudiff.backend import Array
 from cudiff.cuda.deferred import immediate
 from cudiff.cuda.kernels.convolution import restated, sm90, wgrad_sm90
@@ -15,12 +12,9 @@ from cudiff.cuda.kernels.convolution.problem import (
     FPROP,
     WGRAD,
     Fusion,
-    Image,
     Operands,
     Problem,
-    image_of,
-    wanted_by,
-    weight_of,
+    problem_of,
 )
 from cudiff.cuda.kernels.elementwise import activate, multiply
 from cudiff.cuda.kernels.gated import add_gated
@@ -36,10 +30,8 @@ from cudiff.statistics import ChannelStatistics
 
 
 def _as_convolution(given: Operands, offer: Offer, p: Problem) -> None:
-    images = given._replace(
-        x=as_image(given.x), weight=given.weight[:, None, None], out=as_image(given.out),
-        x2=None if given.x2 is None else as_image(given.x2),
-    )
+    x, out = given.x.reshape(p.x.shape), given.out.reshape(p.out.shape)  # of x2 the address alone is used
+    images = given._replace(x=x, weight=given.weight[:, None, None], out=out)
     (wgrad_sm90 if p.direction == WGRAD else sm90).run(images, offer, p)
 
 
@@ -122,12 +114,7 @@ def linear(direction: str, given: Operands, sums: bool = False) -> ChannelStatis
     x (..., K) · weight, plus the epilogue. WGRAD: weight, float32, = or += outᵀ (K, ...) · concat(x, x2) (..., C).
     sums: whether to return the SUMS of a result that is multiplied by a factor; None where the kernel makes none.
     """
-    outputs, channels = given.weight.shape
-    problem = Problem(
-        direction, _image(given.x), weight_of(given.weight, (outputs, 1, 1, channels)), _image(given.out),
-        products=products(given.x.dtype), wanted=wanted_by(given, *((Fusion.SUMS,) if sums else ())),
-        x2=None if given.x2 is None else _image(given.x2),
-    )
+    problem = problem_of(direction, given, (1, 1), (0, 0), sums and Fusion.SUMS)
     chosen = LINEAR.select(problem)
     if Fusion.SECOND_SOURCE in chosen.left:
         for half in _halves(direction, given):
@@ -164,19 +151,3 @@ def _halves(direction: str, given: Operands) -> tuple[Operands, Operands]:
         return first, second._replace(out=given.x2)
     second = second._replace(x=given.x2)
     return first, second._replace(epilogue=Epilogue(addend=given.out)) if direction == FPROP else second
-
-
-def _image(matrix: Array) -> Image:
-    return image_of(matrix, _image_shape(matrix.shape))
-
-
-def as_image(matrix: Array) -> Array:
-    """A matrix (..., C) as an image (1, H, 8, C), of which a 1×1 convolution is the matrix product. It stays (rows, C)
-    where 8 does not divide the rows."""
-    return matrix.reshape(_image_shape(matrix.shape))
-
-
-@functools.cache
-def _image_shape(matrix: tuple[int, ...]) -> tuple[int, ...]:
-    rows, channels = math.prod(matrix[:-1]), matrix[-1]
-    return (1, rows // 8, 8, channels) if rows % 8 == 0 else (rows, channels)

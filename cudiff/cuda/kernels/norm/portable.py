@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from cudiff.backend import Array, float32
-from cudiff.cuda.deferred import batched
 from cudiff.cuda.device import multiprocessors, shared_memory
 from cudiff.cuda.kernels.norm.problem import Backward, Forward, Problem, kernel_constants
 from cudiff.cuda.launch import Launch, blocks, empty, launch
@@ -142,10 +141,9 @@ def affine_gradients(totals: Array, dweight: Any, dbias: Any) -> None:
 
     dweight and dbias are (array or None, whether to add).
     """
-    with batched():
-        for offset, (out, add) in enumerate((dbias, dweight)):
-            if out is not None:
-                add_rows(totals, out, add, step=2, offset=offset)
+    for offset, (out, add) in enumerate((dbias, dweight)):
+        if out is not None:
+            add_rows(totals, out, add, 2, offset)
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -109,16 +110,32 @@ class Backward(NamedTuple):
         return arrays[0], arrays[1]
 
 
-def extent(x: Array, x2: Array | None) -> tuple[int, int, int, int]:
-    """Images, pixels an image, and the channels of both sources."""
-    return x.shape[0], math.prod(x.shape[1:-1]), x.shape[-1], 0 if x2 is None else x2.shape[-1]
+@functools.cache
+def problem_of(backward: bool, dtype: np.dtype, x: tuple[int, ...], x2: tuple[int, ...] | None, groups: int,
+               places: int, summed: bool, two_terms: bool = False) -> Problem:
+    """The problem of sources of these shapes. places: of all arrays' addresses the bits of `places_of`."""
+    channels1, channels2 = x[-1], 0 if x2 is None else x2[-1]
+    packs = (places | (channels1 | channels2) * dtype.itemsize) % 16 == 0
+    return Problem(backward, dtype, x[0], math.prod(x[1:-1]), channels1, channels2, groups, packs, summed, two_terms)
 
 
-def kernel_constants(x: Array, *others: Array | None, parameters: tuple[Array | None, ...] = ()) -> dict[str, Any]:
-    """T, and VEC: whether all channels and addresses allow packs of 16 bytes. Raises TypeError for `parameters` that
-    are not float32."""
+def places_of(*arrays: Array | None) -> int:
+    """The bits below 16 of all addresses together."""
+    places = 0
+    for array in arrays:
+        if array is not None:
+            places |= array.data.ptr
+    return places % 16
+
+
+def require_float32(*parameters: Array | None) -> None:
+    """Raise TypeError for a norm's parameter that is not."""
     for array in parameters:
         if array is not None and array.dtype != float32:
             raise TypeError("norms on CUDA take float32 weight, bias, scale and shift: use .astype('float32')")
-    units = [math.gcd(a.data.ptr, a.shape[-1] * x.dtype.itemsize) for a in (x, *others) if a is not None]
-    return {"T": x.dtype, "VEC": int(math.gcd(*units) % 16 == 0)}
+
+
+def kernel_constants(x: Array, *others: Array | None) -> dict[str, Any]:
+    """T, and VEC: whether all channels and addresses allow packs of 16 bytes."""
+    widths = [array.shape[-1] * x.dtype.itemsize for array in (x, *others) if array is not None]
+    return {"T": x.dtype, "VEC": int(math.gcd(places_of(x, *others), *widths) % 16 == 0)}

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from cudiff.backend import Array, float32
 from cudiff.cuda.accumulate import gradient_sum, gradient_sums, gradient_target
 from cudiff.cuda.kernels.norm import portable, sm90
-from cudiff.cuda.kernels.norm.problem import Backward, Forward, Problem, Sum, extent, kernel_constants
+from cudiff.cuda.kernels.norm.problem import Backward, Forward, places_of, problem_of, require_float32
 from cudiff.cuda.launch import empty
 from cudiff.cuda.select import ANY, SM90, Row, Table
 from cudiff.gradient import Slot
@@ -35,14 +35,13 @@ def forward(x: Array, x2: Array | None, weight: Array, bias: Array, num_groups: 
             scale: Array | None = None, shift: Array | None = None,
             statistics: Sequence[ChannelStatistics | None] = (None, None)) -> tuple[Array, Array, Array]:
     """Returns y (N, ..., C1 + C2), and mean and rstd (N, G). statistics: those that came with x and x2, or None."""
-    n, pixels, channels1, channels2 = extent(x, x2)
-    y = empty((*x.shape[:-1], channels1 + channels2), x.dtype)
-    mean, rstd = empty((n, num_groups), float32), empty((n, num_groups), float32)
-    constants = kernel_constants(x, x2, y, parameters=(weight, bias, scale, shift))
+    shape = x.shape
+    y = empty((*shape[:-1], len(weight)), x.dtype)
+    mean, rstd = empty((shape[0], num_groups), float32), empty((shape[0], num_groups), float32)
+    require_float32(weight, bias, scale, shift)
     first, second = statistics
     summed = first is not None and (x2 is None or second is not None)
-    problem = Problem(False, x.dtype, n, pixels, channels1, channels2, num_groups, packs=bool(constants["VEC"]),
-                      summed=summed, two_terms=False)
+    problem = problem_of(False, x.dtype, shape, None if x2 is None else x2.shape, num_groups, places_of(x, x2), summed)
     chosen = NORM.select(problem)
     given = Forward(y, mean, rstd, x, x2, weight, bias, scale, shift, (first, second), eps, silu)
     chosen.row.run(chosen.offer.plan, given)
@@ -62,27 +61,23 @@ def backward(dy: Array, x: Array, x2: Array | None, weight: Array, bias: Array, 
     came with dy, or None; for float32 the second is of d_preact·(x - mean). With them dy is d_preact: see `dgrad` of
     convolutions.
     """
-    n, pixels, channels1, channels2 = extent(x, x2)
-    channels, groups = channels1 + channels2, mean.shape[1]
     if into[0] is into[1]:  # one tensor is both sources: two threads would add to one element at the same time
         into = (into[0], None, *into[2:])
-    shapes = (x.shape, x2 is not None and x2.shape, (channels,), (channels,), (n, channels), (n, channels))
     more = None  # the gradient so far of a lone source may be in two arrays
-    sources: list[Sum]
     if x2 is None and needs[0]:
         out, addend, more = gradient_sums(into[0], x.shape, x.dtype)
-        sources = [(out, addend), (None, more)]
+        dx, dx2 = (out, addend), (None, more)
     else:
-        sources = [gradient_sum(into[i], shapes[i], x.dtype) if needs[i] else (None, None) for i in (0, 1)]
-    dx, dx2 = sources
+        dx, dx2 = [gradient_sum(slot, source.shape, x.dtype) if need else (None, None)
+                   for slot, source, need in zip(into, (x, x2), needs, strict=False)]
     dweight, dbias, dscale, dshift = [
-        gradient_target(into[i], shapes[i], float32) if needs[i] else (None, False) for i in (2, 3, 4, 5)
+        gradient_target(slot, parameter.shape, float32) if need else (None, False)
+        for slot, parameter, need in zip(into[2:], (weight, bias, scale, shift), needs[2:], strict=True)
     ]
-    constants = kernel_constants(dy, x, x2, *dx, *dx2, y)
-    problem = Problem(True, x.dtype, n, pixels, channels1, channels2, groups, packs=bool(constants["VEC"]),
-                      summed=statistics is not None, two_terms=more is not None)
+    problem = problem_of(True, x.dtype, x.shape, None if x2 is None else x2.shape, mean.shape[1],
+                         places_of(dy, x, x2, *dx, *dx2, y), statistics is not None, more is not None)
     chosen = NORM.select(problem)
-    given = Backward(dy, x, x2, (weight, bias, scale, shift, mean, rstd, groups), silu, dx, dx2, dweight, dbias, dscale,
-                     dshift, y, statistics, din_statistics, needs)
+    given = Backward(dy, x, x2, (weight, bias, scale, shift, mean, rstd, problem.groups), silu, dx, dx2, dweight, dbias,
+                     dscale, dshift, y, statistics, din_statistics, needs)
     chosen.row.run(chosen.offer.plan, given)
     return dx[0], dx2[0], dweight[0], dbias[0], dscale[0], dshift[0]
