@@ -111,8 +111,8 @@ class _Walk:
                     one.settle(self.queue)
             if node.ctx is None:
                 raise RuntimeError("backward() ran through this part of the tape already: run the forward again")
-            arrays = [one.array for one in gradients if one.array is not None]
-            if arrays:
+            kinds = [type(one.array) for one in gradients if one.array is not None]
+            if kinds:
                 mode.tf32 = node.ctx.tf32
                 for constant in node.constants:
                     constant.require_unchanged(recorded or node.index)
@@ -122,8 +122,7 @@ class _Walk:
                         self.down(again._source, gradients[0], before, recorded=recorded or node.index)
                 else:
                     node.ctx.dout_statistics = gradients[0].statistics
-                    targets = self.targets(node, recorded or node.index)
-                    _run_backward(node, gradients, type(arrays[0]), targets, self.queue)
+                    _run_backward(node, gradients, kinds[0], self.targets(node, recorded or node.index), self.queue)
             node.ctx = None  # frees what forward saved
             if after is not None:
                 after(position, self.queue)
