@@ -231,7 +231,7 @@ def _run_backward(node: Node, gradients: list[_Gradient], kind: type, targets: d
     else:
         arrays = [_array_to_add_to(slot) for slot in into]
         results = node.function.backward_numpy(node.ctx, *douts, needs=node.needs, into=arrays)
-    results = fitting_gradients(node, results, into, kind, device, queue.before_read)
+    results = fitting_gradients(node, results, kind, device, queue.before_read)
     terms: list[tuple[int, Tensor | _Gradient]] = []
     for i, target in targets.items():
         result, slot = results[i], into[i]

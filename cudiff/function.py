@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 import numpy as np
 
 from cudiff.backend import Array, compute_dtype, device_of, device_of_type, float32, float64, is_array, is_float
-from cudiff.gradient import Slot
 from cudiff.mode import mode
 from cudiff.statistics import ChannelStatistics
 from cudiff.tensor import Tensor, now
@@ -234,11 +233,10 @@ def nodes_below(root: Node, since: int = -1) -> list[Node]:
     return [found[index] for index in sorted(found, reverse=True)]
 
 
-def fitting_gradients(node: Node, results: Any, into: list[Slot | None], kind: type, device: str,
-                      before_read: Callable[[Array], None]) -> tuple:
+def fitting_gradients(node: Node, results: Any, kind: type, device: str, before_read: Callable[[Array], None]) -> tuple:
     """What a backward returned, checked and cast as `Function` says, with the TypeErrors and ValueErrors that it names.
-    into: the slots that it got, whose own arrays fit. kind: the usual type of arrays on `device`. before_read(array):
-    called before an array's numbers are read, which a deferred launch may not have written yet."""
+    kind: the usual type of arrays on `device`. before_read(array): called before an array's numbers are read, which a
+    deferred launch may not have written yet."""
     name = node.function.__name__
     if not isinstance(results, tuple):
         raise TypeError(
@@ -247,8 +245,8 @@ def fitting_gradients(node: Node, results: Any, into: list[Slot | None], kind: t
     if len(results) != len(node.needs):
         raise ValueError(f"{name}'s backward returned {len(results)} gradients for {len(node.needs)} inputs")
     for i, (shape, dtype) in node.likes.items():
-        result, slot = results[i], into[i]
-        if result is None or (slot is not None and result is slot.array):
+        result = results[i]
+        if result is None:
             continue
         if type(result) is not kind and not _lies_on(device, result):
             raise TypeError(

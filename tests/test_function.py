@@ -174,3 +174,13 @@ def test_a_masked_array_is_refused_from_either_side():
         function(lambda d, x, y: (d, np.ma.array(d, mask=[True, False]))).apply(x, y).sum().backward()
     with pytest.raises(TypeError, match="'s forward returned a MaskedArray: return an array on cpu"):
         function(lambda d, x, y: (d, d), lambda x, y: np.ma.array(x)).apply(x, y)
+
+
+def test_a_leaf_of_another_shape_since_the_forward_is_refused():
+    """Its gradient is of the new shape: what was recorded of the old one may not be added there."""
+    x = leaf(np.ones((4, 3)))
+    first = (x[0] * 1).sum()
+    x.data = np.ones((2, 3), np.float32)
+    x.sum().backward()
+    with pytest.raises(ValueError, match=r"gradient of shape \(2, 3\) for input 0 \(x\), which has \(4, 3\)"):
+        first.backward()

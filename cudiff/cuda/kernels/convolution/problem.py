@@ -150,7 +150,7 @@ def problem_of(direction: str, given: Operands, stride: Pair = (1, 1), padding: 
     """
     x, weight, out, epilogue, x2, skip, norm, _ = given
     images = [None if image is None else (image.shape, image.dtype, image.data.ptr % 16 == 0 and (
-        image.base is None or image.flags.c_contiguous))  # one that owns its memory is; to ask for flags takes longer
+        image.base is None or image.flags.c_contiguous))  # a Tensor of what is no view is; flags take longer
               for image in (x, out, x2, *(skip[:2] if skip else ()), *(norm[1:3] if norm else ()))]
     return _problem(
         direction, tuple(images), _weight(weight), stride, padding, products(x.dtype), wanted,
