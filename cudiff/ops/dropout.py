@@ -59,17 +59,17 @@ def _threshold(p):
 def _launch(ctx, out, x, step, used_step, accumulate):
     rows = x.shape[0] if x.ndim else 1
     if x.size:
-        launch, key, kept = _prepared(rows, x.size // rows, x.dtype, *ctx.key, ctx.p)
-        launch(out, x, rows, x.size // rows, *key, step, used_step, *kept, accumulate)
+        launch, key, threshold, scale = _prepared(rows, x.size // rows, x.dtype, *ctx.key, ctx.p)
+        launch(out, x, rows, x.size // rows, *key, step, used_step, threshold, scale, accumulate)
     return out
 
 
 @functools.lru_cache(maxsize=4096)
 def _prepared(rows, size, dtype, seed, stream, first, p):
-    """The launch for rows of this size, and its numbers: of the random words, and of which elements are kept."""
+    """The launch for rows of this size, the random words' key, the mask's threshold, and the scale of what remains."""
     launch = Launch("dropout", "dropout", (blocks(size, 1024), min(rows, MOST_ACROSS)), (256,), T=dtype)
     key = np.uint64(seed & 0xFFFFFFFFFFFFFFFF), np.uint32(stream), np.uint32(first)
-    return launch, key, (_threshold(p), 1 / (1 - p))
+    return launch, key, _threshold(p), 1 / (1 - p)
 
 
 def dropout(x: Tensor, p: float, generator: Generator, stream: int) -> Tensor:
