@@ -1,8 +1,9 @@
-// Flash attention's forward on Hopper for long sequences of wide heads. It computes what forward of attention_sm90.cu does, but
-// runs one warpgroup's softmax beside another's products (Shah et al. 2024, FlashAttention-3).
+// Flash attention's forward on Hopper for long sequences. It computes what forward of attention_sm90.cu does, but runs one
+// warpgroup's softmax beside another's products (Shah et al. 2024, FlashAttention-3).
 //
 // Arguments
 //   Layouts, lse and D are as in attention_sm90.cu. `tiles` counts the tiles of GROUPS * 64 queries of all heads and images.
+//   From tile `whole` on each is computed in GROUPS pieces of 64 queries, so that more blocks share the last ones.
 //
 // How it works
 //   Producer   A block has GROUPS consumer warpgroups, each with 64 queries, and a producer warpgroup. One thread of that loads
@@ -11,10 +12,10 @@
 //   Pipeline   A warpgroup issues two products together: the scores of a tile of keys, and the weights of the tile before times
 //              its values. While the second runs, it turns the scores into weights.
 //   Turns      The warpgroups issue their products by turns, so that the softmax of one runs beside the products of another.
-//   Order      Blocks are persistent: each walks over tiles of queries. What it needs next arrives meanwhile.
+//   Order      Blocks are persistent: each walks over tiles of queries, then over pieces. What it needs next arrives meanwhile.
 //
 // Launch
-//   Grid       any number of blocks of 128 GROUPS + 128 threads. GROUPS is 1 or 2, by registers.
+//   Grid       any number of blocks of 128 GROUPS + 128 threads. GROUPS is 2, or 3 of heads of up to 64 channels, by registers.
 //   Maps       {D, heads, tokens, N}, a box for each kind of panel: of 64 tokens of q and out, of KEYS of k and v.
 //   Shared     GROUPS tiles of 64 tokens, STAGES of two tiles of KEYS, 256 bytes of barriers.
 #include "attention_sm90.cuh"
@@ -42,27 +43,32 @@ struct Rings {
           values(base + GROUPS * TILE + KEY_TILE, 2 * KEY_TILE, STAGES, base + BYTES + 128) {}
     static constexpr u32 BYTES = GROUPS * TILE + STAGES * 2 * KEY_TILE;
 };
-// A block's tile of queries: of a head of image n, tokens from `first` on.
+// What a block computes at once: of a head of image n, the queries from `first` to before `end`, 64 for each warpgroup that has
+// any. A piece may have none.
 struct Place {
     Head head;
-    int n, first;
+    int n, first, end;
+    __device__ __forceinline__ Place(int piece, int whole, int heads, int Tq, int D)
+        : Place(piece < whole ? piece : whole + (piece - whole) / GROUPS, heads, Tq, D) {
+        if (piece >= whole) first += (piece - whole) % GROUPS * 64, end = min(first + 64, Tq);
+    }
     __device__ __forceinline__ Place(int tile, int heads, int Tq, int D) : head(tile / across(Tq) % heads, D) {
-        first = tile % across(Tq) * GROUPS * 64;
-        n = tile / across(Tq) / heads;
+        n = tile / across(Tq) / heads, first = tile % across(Tq) * GROUPS * 64, end = Tq;
     }
     static __device__ __forceinline__ int across(int Tq) { return CEIL_DIV(Tq, GROUPS * 64); }
 };
 
 // The producer: one thread loads all tiles, in the order in which the consumers read them.
-__device__ __forceinline__ void produce(Rings rings, const TileMap& q, const TileMap& k, const TileMap& v, int tiles,
-                                        int heads, int Tq, int Tk, int D) {
+__device__ __forceinline__ void produce(Rings rings, const TileMap& q, const TileMap& k, const TileMap& v, int pieces,
+                                        int whole, int heads, int Tq, int Tk, int D) {
     auto load = [&](Ring& ring, const TileMap& map, Place at, int step) {
         load_tile<KEYS>(ring.buffer(), map, ring.acquire(KEY_TILE), at.head, step * KEYS, at.n);
         ring.advance();
     };
     int steps = CEIL_DIV(Tk, KEYS);
-    for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-        Place at(tile, heads, Tq, D);
+    for (int piece = blockIdx.x; piece < pieces; piece += gridDim.x) {
+        Place at(piece, whole, heads, Tq, D);
+        if (at.first >= at.end) continue;
         load(rings.keys, k, at, 0);
         for (int group = 0; group < GROUPS; group++) {
             load_tile(rings.queries.buffer(), q, rings.queries.acquire(TILE), at.head, at.first + group * 64, at.n);
@@ -122,12 +128,24 @@ __device__ __forceinline__ void attend(float (&acc)[DP / 2], float (&top)[2], fl
     rings.values.release();
 }
 
+// A warpgroup without queries takes its turns and releases what the others read. It meets, since a wait is for the next phase of
+// a barrier, which a warp left behind would miss.
+__device__ __forceinline__ void stand_by(Rings& rings, int group, int Tk) {
+    for (int step = 0; step < CEIL_DIV(Tk, KEYS); step++) {
+        if (step > 0) wait_for_turn(group), pass_turn(group);
+        rings.keys.wait(), rings.values.wait();
+        warpgroup_meets();
+        rings.keys.release(), rings.values.release();
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 forward(const __grid_constant__ TileMap q, const __grid_constant__ TileMap k, const __grid_constant__ TileMap v,
-        const __grid_constant__ TileMap out, float* lse, int tiles, int heads, int Tq, int Tk, int D, float scale) {
+        const __grid_constant__ TileMap out, float* lse, int tiles, int whole, int heads, int Tq, int Tk, int D,
+        float scale) {
     extern __shared__ __align__(1024) u8 shared[];
     Rings rings(shared_address(shared));
-    int group = threadIdx.x / 128, TP = CEIL_DIV(Tq, 64) * 64;
+    int group = threadIdx.x / 128, TP = CEIL_DIV(Tq, 64) * 64, pieces = whole + (tiles - whole) * GROUPS;
     if (threadIdx.x == 0) {
         rings.queries.init(1), rings.keys.init(GROUPS), rings.values.init(GROUPS);
         prefetch(q), prefetch(k), prefetch(v);
@@ -136,21 +154,27 @@ forward(const __grid_constant__ TileMap q, const __grid_constant__ TileMap k, co
     wait_for_previous();
     if (group == GROUPS) {
         set_registers<24, false>();
-        if (threadIdx.x == CONSUMERS) produce(rings, q, k, v, tiles, heads, Tq, Tk, D);
+        if (threadIdx.x == CONSUMERS) produce(rings, q, k, v, pieces, whole, heads, Tq, Tk, D);
         return;
     }
-    set_registers<240, true>();
+    set_registers<GROUPS == 2 ? 240 : 160, true>();
     for (int before = 0; before < group; before++) pass_to(before);  // so warpgroup 0 has the first turn
     u32 own = rings.queries.buffers + group * TILE, phase = 0;
-    for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x, phase ^= 1) {
-        Place at(tile, heads, Tq, D);
+    for (int piece = blockIdx.x; piece < pieces; piece += gridDim.x) {
+        Place at(piece, whole, heads, Tq, D);
+        if (at.first >= at.end) continue;
         int first = at.first + group * 64;
-        float acc[DP / 2], top[2] = {-infinity(), -infinity()}, sum[2] = {};
         barrier_wait(rings.queries.full(group), phase);
-        attend(acc, top, sum, rings, own, group, Tk, scale * LOG2E);
-        finish_rows(acc, top, sum, lse + ((i64)at.n * heads + at.head.h) * TP, first, Tq, TP);
-        store_tile(out, acc, 1.0f, own, at.head, first, at.n);
-        finish_stores();
+        phase ^= 1;
+        if (first < at.end) {
+            float acc[DP / 2], top[2] = {-infinity(), -infinity()}, sum[2] = {};
+            attend(acc, top, sum, rings, own, group, Tk, scale * LOG2E);
+            finish_rows(acc, top, sum, lse + ((i64)at.n * heads + at.head.h) * TP, first, Tq, TP);
+            store_tile(out, acc, 1.0f, own, at.head, first, at.n);
+            finish_stores();
+        } else {
+            stand_by(rings, group, Tk);
+        }
         if (threadIdx.x % 128 == 0) barrier_arrive(rings.queries.empty(group));  // TMA has read the results, which lay there
     }
 }

@@ -167,18 +167,22 @@ def test_wide_heads_of_two_sequences(hopper, rng, dim, queries, keys):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dim", [72, 96, 128])
+@pytest.mark.parametrize("plan, dim", [
+    *((wide_sm90.Tiles(2, keys), dim) for keys in (64, 128) for dim in (72, 96, 128)),
+    (wide_sm90.Tiles(3, 128), 24), (wide_sm90.Tiles(3, 96), 40), (wide_sm90.Tiles(3, 96), 64),
+])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("plan", [wide_sm90.Tiles(2, 64), wide_sm90.Tiles(2, 128)])
-def test_every_tile_of_wide_heads(hopper, rng, dim, dtype, plan):
+@pytest.mark.parametrize("heads", [18, 20])
+def test_every_tile_of_long_sequences(hopper, rng, dim, dtype, plan, heads):
     """More tiles of queries than multiprocessors, so that blocks take several; a key beyond whole tiles; very negative
-    scores, which are far from those of other heads."""
-    q, k, v = rng.standard_normal((3, 4, 641, 20, dim))
+    scores, which are far from those of other heads. On 132 multiprocessors the last tiles of 18 heads are computed in
+    pieces, some without queries, those of 20 as a whole."""
+    q, k, v = rng.standard_normal((3, 4, 641, heads, dim))
     q[:, :, 3], k[:, :, 3] = -40.0, 4.0
     q, k, v = (Tensor(x, dtype=dtype, device="cuda") for x in (q, k, v))
     out, again = (Tensor(np.full(q.shape, np.nan), dtype=dtype, device="cuda") for _ in range(2))
-    lse = Tensor(np.full((4, 20, 704), np.nan, np.float32), device="cuda")
-    asked = problem.Problem(False, q.dtype, 4, 641, 641, 20, dim, aligned=True, products=1)
+    lse = Tensor(np.full((4, heads, 704), np.nan, np.float32), device="cuda")
+    asked = problem.Problem(False, q.dtype, 4, 641, 641, heads, dim, aligned=True, products=1)
     for x in (out, again):
         wide_sm90.forward(problem.Forward(x.data, lse.data, q.data, k.data, v.data), plan, asked)
     expected = attention(*(Tensor(x.numpy().astype(np.float64)) for x in (q, k, v)))
@@ -217,7 +221,7 @@ def test_every_launch_covers_the_tokens_and_fits(monkeypatch, queries, keys, dim
     found = {}
 
     def launch(stem, name, grid, threads, args, shared, **constants):
-        found[name] = grid, threads, shared, constants
+        found[name] = grid, threads, args, shared, constants
 
     def prepared(stem, name, grid, block, shared, **constants):
         return lambda *args: launch(stem, name, grid, *block, args, shared, **constants)
@@ -242,15 +246,17 @@ def test_every_launch_covers_the_tokens_and_fits(monkeypatch, queries, keys, dim
         else:
             chosen.row.run(given, chosen.offer.plan, asked)
     assert all(shared <= 227 << 10 for *_, shared, _ in found.values())
-    grid, threads, _, constants = found["forward"]
+    grid, threads, args, _, constants = found["forward"]
     assert constants["DP"] >= dim
-    if "KEYS" in constants:  # blocks walk over all tiles
+    if "KEYS" in constants:  # blocks walk over all tiles, or over pieces of the last ones
+        tiles, whole = args[5:7]
         groups = constants["GROUPS"]
-        assert grid == min(132, 6 * -(-queries // (64 * groups))) and threads == 128 * (groups + 1)
+        assert tiles == 6 * -(-queries // (64 * groups)) and whole in (tiles, tiles // 132 * 132)
+        assert grid == min(132, whole + (tiles - whole) * groups) and threads == 128 * (groups + 1)
     else:
         assert grid[0] * threads // 128 * 64 >= queries and grid[1:] == (3, 2)
     if "backward" in found:
-        grid, threads, _, constants = found["backward"]
+        grid, threads, _, _, constants = found["backward"]
         assert grid == (3, 2) and constants["TILES"] * 64 >= max(queries, keys) and constants["DP"] >= dim
         assert threads == constants["GROUPS"] * 128
     else:
@@ -269,9 +275,12 @@ ASKED = problem.Problem(True, np.dtype(np.float16), 2, 256, 256, 4, 32, aligned=
     ({"dim": 40}, "sm_90a", "attention_sm90.backward_q, backward_kv", 0),
     ({"dim": 72}, "sm_90a", "attention_sm90.backward_q, backward_kv", 0),
     ({"dim": 128}, "sm_90a", "attention_sm90.backward_q, backward_kv", 0),
-    ({"dim": 72, "backward": False}, "sm_90a", "attention_sm90.forward", 1),
-    ({"dim": 72, "keys": 512, "backward": False}, "sm_90a", "attention_wide_sm90.forward", 1),
-    ({"dim": 64, "keys": 512, "backward": False}, "sm_90a", "attention_sm90.forward", 1),
+    ({"dim": 72, "backward": False}, "sm_90a", "attention_wide_sm90.forward", 1),
+    ({"dim": 72, "backward": False, "images": 64}, "sm_90a", "attention_sm90.forward", 1),
+    ({"dim": 72, "backward": False, "keys": 255}, "sm_90a", "attention_sm90.forward", 1),
+    ({"dim": 64, "backward": False, "keys": 512}, "sm_90a", "attention_wide_sm90.forward", 1),
+    ({"dim": 64, "backward": False, "keys": 511}, "sm_90a", "attention_sm90.forward", 1),
+    ({"dim": 64, "backward": False, "keys": 512, "images": 64}, "sm_90a", "attention_sm90.forward", 1),
     ({"masked": True}, "sm_90a", "attention_sm90.backward_q, backward_kv", 1),
     ({"masked": True, "dim": 72, "keys": 512, "backward": False}, "sm_90a", "attention_sm90.forward", 1),
     ({"aligned": False}, "sm_90a", "attention.backward_q, backward_kv", 1),

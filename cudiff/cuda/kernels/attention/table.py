@@ -15,8 +15,8 @@ from cudiff.cuda.select import ANY, SM90, Row, Table
 ATTENTION = Table(
     "attention",
     Row("attention_wide_sm90.forward", SM90, wide_sm90.offer_forward, wide_sm90.forward,
-        "forward, without a mask, of 16-bit heads of 72 to 128 channels and 512 keys or more whose rows start at "
-        "multiples of 16 bytes"),
+        "forward, without a mask, of 16-bit heads of up to 128 channels whose rows start at multiples of 16 bytes, and "
+        "512 keys or more, of over 64 channels 256; declined where the next row is estimated to be as fast"),
     Row("attention_sm90.forward", SM90, sm90.offer_forward, sm90.forward,
         "forward of 16-bit heads of up to 128 channels whose rows start at multiples of 16 bytes"),
     Row("attention_short_sm90.backward", SM90, short_sm90.offer_backward, short_sm90.backward,
