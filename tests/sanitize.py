@@ -124,7 +124,8 @@ def more() -> Iterator[tuple[str, Callable[[], Any]]]:
                 ops.attention_qkv(tensor(1, t, 3 * 64, dtype=d), 2, mask=np.tri(t, dtype=bool)))
     yield "attention of wide heads", lambda: _back(
         ops.attention(*(tensor(1, 520, 2, 96, dtype="bfloat16") for _ in "qkv")))
-    yield "attention in pieces", lambda: _back(ops.attention(*(tensor(1, 520, 56, 40, dtype="bfloat16") for _ in "qkv")))
+    yield "attention in pieces", lambda: _back(
+        ops.attention(*(tensor(1, 520, 56, 40, dtype="bfloat16") for _ in "qkv")))
     yield "attention of many heads", lambda: _back(ops.attention_qkv(tensor(34, 130, 12 * 24, dtype="bfloat16"), 4))
     for dim in (64, 128):
         yield f"attention of long sequences {dim}", lambda d=dim: _back(

@@ -235,6 +235,26 @@ def test_attentions_rule_takes_what_was_faster(images, tokens, heads, channels, 
     assert measured["wide" if wide else offer.plan.groups] <= 1.01 * min(measured.values())
 
 
+@pytest.mark.parametrize("images, tokens, heads, channels, measured", [  # by the kernel: microseconds on an H200
+    (45, 256, 8, 32, {"short": 33.6, "two": 38.9}), (3, 64, 8, 32, {"short": 2.3, "two": 3.9}),
+    (1, 256, 8, 16, {"short": 10.5, "two": 8.0}), (2, 1536, 16, 40, {"one": 120.8, "two": 164.8}),
+    (1, 1024, 16, 64, {"one": 30.2, "two": 36.6}), (3, 577, 2, 64, {"one": 19.8, "two": 18.1}),
+    (109, 400, 6, 64, {"one": 322.1, "two": 230.8}), (1, 3000, 4, 72, {"one": 92.8, "two": 136.4}),
+    (1, 577, 16, 72, {"one": 27.9, "two": 34.3}), (49, 256, 2, 80, {"one": 29.3, "two": 23.4}),
+    (61, 512, 1, 96, {"one": 52.4, "two": 69.4}), (2, 768, 16, 96, {"one": 63.9, "two": 55.7}),
+    (30, 1296, 2, 104, {"one": 315.9, "two": 375.1}), (3, 256, 2, 128, {"one": 16.2, "two": 12.6}),
+])
+def test_attentions_backward_by_what_was_faster(images, tokens, heads, channels, measured):
+    """In one launch of few tokens, in one pass of many, or in two passes."""
+    problem = attention_problem.Problem(True, np.dtype(np.float16), images, tokens, tokens, heads, channels,
+                                        aligned=True, products=1)
+    with asked_about("sm_90a"):
+        assert attention.time_of_backward(problem) == pytest.approx(measured["two"], rel=0.2)
+    row = ATTENTION.select(problem, "sm_90a").row.name
+    taken = {"attention_short_sm90.backward": "short", "attention_backward_sm90.backward": "one"}.get(row, "two")
+    assert measured[taken] == min(measured.values())
+
+
 @pytest.fixture
 def tuned_host_of(host_of, monkeypatch, tmp_path):
     """A stand-in for a GPU, on which the most channels of a tile, and the most parts, are the fastest."""

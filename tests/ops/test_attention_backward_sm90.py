@@ -114,7 +114,8 @@ LONG = problem.Problem(True, np.dtype(np.float16), 2, 4096, 4096, 16, 64, aligne
     ({"queries": 132 * 128, "keys": 132 * 128, "dim": 128}, True),
     ({"queries": 132 * 128, "keys": 132 * 128 + 1, "dim": 128}, False), ({"queries": 8192, "keys": 1024}, True),
     ({"images": 15, "queries": 200, "keys": 132 * 128, "heads": 6, "dim": 80}, False),
-    ({"queries": 512, "keys": 511}, False), ({"queries": 1, "keys": 1}, False),
+    ({"images": 32, "queries": 256, "keys": 256, "heads": 4, "dim": 96}, True),
+    ({"images": 32, "queries": 256, "keys": 255, "heads": 4, "dim": 96}, False), ({"queries": 1, "keys": 1}, False),
 ])
 def test_when_it_is_chosen(monkeypatch, changes, served):
     """Of many blocks of keys not all could be there at once, and of few queries they would wait for turns."""

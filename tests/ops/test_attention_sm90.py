@@ -270,7 +270,8 @@ ASKED = problem.Problem(True, np.dtype(np.float16), 2, 256, 256, 4, 32, aligned=
 
 @pytest.mark.parametrize("changes, architecture, kernel, left", [
     ({}, "sm_90a", "attention_short_sm90.backward", 0), ({}, "sm_80", "attention.backward_q, backward_kv", 1),
-    ({"queries": 192}, "sm_90a", "attention_short_sm90.backward", 1),
+    ({"queries": 192}, "sm_90a", "attention_sm90.backward_q, backward_kv", 1),
+    ({"queries": 192, "images": 32}, "sm_90a", "attention_short_sm90.backward", 1),
     ({"keys": 257}, "sm_90a", "attention_sm90.backward_q, backward_kv", 1),
     ({"dim": 40}, "sm_90a", "attention_sm90.backward_q, backward_kv", 0),
     ({"dim": 72}, "sm_90a", "attention_sm90.backward_q, backward_kv", 0),

@@ -10,7 +10,7 @@ import numpy as np
 from cudiff.backend import float32, is_low
 from cudiff.cuda.device import multiprocessors
 from cudiff.cuda.kernels.attention.problem import SUMS, Backward, Problem
-from cudiff.cuda.kernels.attention.sm90 import TOKENS, padded_dim, sums_of, tile_map
+from cudiff.cuda.kernels.attention.sm90 import TOKENS, padded_dim, sums_of, tile_map, time_of_backward
 from cudiff.cuda.launch import blocks, empty, launch
 from cudiff.cuda.select import Offer
 
@@ -18,42 +18,32 @@ KEYS = 128  # of a block
 QUERIES = 2 * TOKENS  # of a step
 STAGES = 2  # of two tiles of queries
 BARRIER_BYTES = 512
-LONG = 512  # keys, at least: of 256 it was faster by 2 % at most
+LONG = 256  # keys, at least
 
 
 def offer_backward(p: Problem) -> Offer | None:
     """It declines where two passes are estimated to be as fast: they need no sums of dq in float32."""
     served = p.backward and is_low(p.dtype) and 32 < p.dim <= 128 and p.aligned and not p.masked
-    if not served or p.keys < LONG or blocks(p.keys, KEYS) > multiprocessors():
-        return None
-    if 1.02 * time(p) > time_of_two_passes(p):
+    if not served or p.keys < LONG or blocks(p.keys, KEYS) > multiprocessors() or 1.02 * time(p) > time_of_backward(p):
         return None
     return Offer(p.wanted & {SUMS})
 
 
 def time(p: Problem) -> float:
-    """Estimated microseconds, fitted to 45 shapes on an H200, of 64 to 8,192 tokens: 8 % off in the mean square.
+    """Estimated microseconds, fitted with `time_of_backward`: 3 to 6 % off.
 
     A tile of queries has a turn for each block of its head, one after the other. A turn is taken to last a step.
     """
     width, heads = padded_dim(p.dim), p.images * p.heads
     of_head = blocks(p.keys, KEYS)
     rounds, steps = blocks(heads, multiprocessors() // of_head), max(blocks(p.queries, QUERIES), of_head)
-    step, begin = _STEP[width], 3 if width < 128 else 6
-    return 3 + rounds * (begin + steps * step) + 2.8e-6 * heads * p.queries * width
+    begin, step, sums = _TIMES[width]
+    return 3 + rounds * (begin + steps * step) + sums * 1e-6 * heads * p.queries * width
 
 
-def time_of_two_passes(p: Problem) -> float:
-    """The same of `attention_sm90.backward`: 9 % off."""
-    width, heads = padded_dim(p.dim), p.images * p.heads
-    queries, keys = blocks(p.queries, TOKENS), blocks(p.keys, TOKENS)
-    waves = heads * (queries + keys) / 2 / (multiprocessors() * (3 if width < 128 else 2))
-    work = heads * (queries * keys * _PAIR[width] + (queries + keys) * width / 107) / multiprocessors()
-    return 2 + work * (1 + math.ceil(waves) / waves) / 2
-
-
-_STEP = {64: 2.85, 80: 3.5, 96: 4.2, 128: 4.55}  # µs, by the width of a head: of 128 queries and 128 keys in one pass
-_PAIR = {64: 0.83, 80: 1.16, 96: 1.33, 128: 1.65}  # and of 64 queries and 64 keys in two passes
+# By the width of a head: microseconds of a block and of each of its steps, of 128 queries and 128 keys; picoseconds of
+# an element of dq
+_TIMES = {64: (2.81, 2.76, 2.85), 80: (3.9, 3.42, 3.27), 96: (3.2, 3.72, 4.19), 128: (3.59, 4.34, 4.87)}
 
 
 def backward(given: Backward, plan: None, p: Problem) -> None:

@@ -40,33 +40,50 @@ def plans(images: int, queries: int, keys: int, heads: int, dim: int) -> list[Wa
 def time(plan: Warpgroups, images: int, queries: int, keys: int, heads: int, dim: int) -> float:
     """Estimated microseconds. Of 2,867 problems on an H200, of 49 to 8,192 tokens, the choice among these plans and
     `wide_sm90`'s takes 0.5 % more than the best in the mean."""
-    most, begin, step, more, more_of_step, within = _TIMES[padded_dim(dim), plan.groups]
-    steps, count = blocks(keys, TOKENS), images * heads * blocks(queries, plan.groups * TOKENS)
-    return time_in_waves(
-        count, most, begin + step * steps, (more + more_of_step * steps) * (within if dim % 16 else 1))
+    count = images * heads * blocks(queries, plan.groups * TOKENS)
+    return _TIMES[padded_dim(dim), plan.groups].of(count, blocks(keys, TOKENS), dim)
+
+
+class Times(NamedTuple):
+    """Microseconds of equal blocks, which walk over steps.
+
+    most: blocks that a multiprocessor has room for. begin, step: of a block and of each step. more, more_of_step: of
+    each further block on a multiprocessor and its steps. within: a factor of these where heads begin within a sector.
+    """
+
+    most: int
+    begin: float
+    step: float
+    more: float
+    more_of_step: float
+    within: float
+
+    def of(self, count: int, steps: int, dim: int) -> float:
+        more = (self.more + self.more_of_step * steps) * (self.within if dim % 16 else 1)
+        return time_in_waves(count, self.most, self.begin + self.step * steps, more)
 
 
 def time_in_waves(count: int, most: int, alone: float, more: float) -> float:
     """Estimated microseconds of `count` equal blocks, of which a multiprocessor has room for `most`. They take `alone`,
     and `more` for each further one on a multiprocessor.
 
-    After whole waves of blocks a multiprocessor takes two where more are left than half as many as there are
-    multiprocessors, because its blocks end together.
+    A wave after the first takes 1.5 less, because its blocks begin beside others. After whole waves a multiprocessor
+    takes two blocks where more are left than half as many as there are multiprocessors.
     """
-    at_once = multiprocessors()
-    waves, left = divmod(count, most * at_once)
-    together = min(most, 1 + 2 * left // at_once) if waves else blocks(left, at_once)
-    return waves * (alone + (most - 1) * more) + (alone + (together - 1) * more if left else 0)
+    waves, left = divmod(count, most * multiprocessors())
+    together = min(most, 1 + 2 * left // multiprocessors()) if waves else blocks(left, multiprocessors())
+    last = alone + (together - 1) * more if left else 0
+    whole = alone + (most - 1) * more
+    saved = 1.5 if most > 1 else 0
+    return whole + (waves - 1) * (whole - saved) + last * (1 - saved / whole) if waves else last
 
 
-# By the width of a head and warpgroups: the blocks that a multiprocessor has room for; microseconds of a block and of
-# each of its steps; of each further block and of its steps, and the factor of these where heads begin within a sector
-_TIMES = {
-    (32, 1): (6, 1.91, 0.61, 0.21, 0.14, 1.59), (32, 2): (3, 2.08, 0.73, 0.34, 0.22, 1.15),
-    (64, 1): (3, 1.91, 0.71, 0.2, 0.12, 2.27), (64, 2): (2, 2.16, 0.81, 0.63, 0.26, 1.16),
-    (80, 1): (3, 2.33, 0.83, 0.45, 0.12, 1.69), (80, 2): (2, 2.76, 0.92, 0.92, 0.29, 1.14),
-    (96, 1): (3, 2.19, 0.88, 0.77, 0.11, 1), (128, 1): (2, 2.19, 0.94, 0.75, 0.14, 1),
-    (128, 2): (1, 2.67, 1.09, 0, 0, 1), (128, 3): (1, 3.3, 1.26, 0, 0, 1),
+_TIMES = {  # by the width of a head and warpgroups
+    (32, 1): Times(6, 1.9, 0.6, 0.3, 0.15, 1.53), (32, 2): Times(3, 2.06, 0.72, 0.65, 0.23, 1.14),
+    (64, 1): Times(3, 1.93, 0.7, 0.52, 0.14, 1.92), (64, 2): Times(2, 2.16, 0.81, 1.3, 0.27, 1.16),
+    (80, 1): Times(3, 2.34, 0.82, 0.75, 0.14, 1.5), (80, 2): Times(2, 2.76, 0.92, 1.64, 0.3, 1.12),
+    (96, 1): Times(3, 2.18, 0.87, 1.14, 0.12, 1.5), (128, 1): Times(2, 2.17, 0.95, 1.7, 0.14, 1.5),
+    (128, 2): Times(1, 2.67, 1.09, 0, 0, 1), (128, 3): Times(1, 3.29, 1.26, 0, 0, 1),
 }
 FORWARD = Planner("attention_sm90", plans, time, version=2)  # 1: wider tiles of 72 to 96 channels
 
@@ -145,6 +162,20 @@ def backward(given: Backward, plan: None, p: Problem) -> None:
          sums_v, *strides, *mask),
         own + stages_kv * (own + 1024) + BARRIER_BYTES, STAGES=stages_kv, **constants,
     )
+
+
+def time_of_backward(p: Problem) -> float:
+    """Estimated microseconds of both passes: 5 to 8 % off in the mean square, by the width, for 1,057 problems."""
+    times, heads = _BACKWARD_TIMES[padded_dim(p.dim)], p.images * p.heads
+    queries, keys = blocks(p.queries, TOKENS), blocks(p.keys, TOKENS)
+    return times.of(heads * queries, keys, p.dim) + times.of(heads * keys, queries, p.dim)
+
+
+_BACKWARD_TIMES = {  # of one of the passes, by the width of a head
+    32: Times(4, 1.38, 0.65, 0.48, 0.15, 1.49), 64: Times(3, 1.53, 0.77, 0.93, 0.21, 1.51),
+    80: Times(3, 2.03, 1.03, 1.53, 0.26, 1.24), 96: Times(3, 2.02, 1.07, 1.68, 0.36, 1.2),
+    128: Times(3, 2.16, 1.26, 2.05, 0.46, 1.12),
+}
 
 
 def supports(p: Problem, backward: bool) -> bool:

@@ -20,9 +20,10 @@ ATTENTION = Table(
     Row("attention_sm90.forward", SM90, sm90.offer_forward, sm90.forward,
         "forward of 16-bit heads of up to 128 channels whose rows start at multiples of 16 bytes"),
     Row("attention_short_sm90.backward", SM90, short_sm90.offer_backward, short_sm90.backward,
-        "backward in one launch, without a mask, of such heads of up to 32 channels and up to 256 tokens; writes SUMS"),
+        "backward in one launch, without a mask, of such heads of up to 32 channels and up to 256 tokens; writes SUMS; "
+        "declined where none are wanted and two passes are estimated to be a tenth faster"),
     Row("attention_backward_sm90.backward", SM90, backward_sm90.offer_backward, backward_sm90.backward,
-        "backward in one pass, without a mask, of such heads of 40 to 128 channels and 512 keys or more; declined "
+        "backward in one pass, without a mask, of such heads of 40 to 128 channels and 256 keys or more; declined "
         "where two passes are estimated to be as fast; writes SUMS"),
     Row("attention_sm90.backward_q, backward_kv", SM90, sm90.offer_backward, sm90.backward,
         "backward of 16-bit heads of up to 128 channels whose rows start at multiples of 16 bytes; writes SUMS for "
