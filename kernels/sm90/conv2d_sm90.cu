@@ -77,6 +77,8 @@
 //   Maps       x {C, W, H, N}, box {CHUNK, 8 + S - 1, rows + R - 1, 1}; under UPSAMPLE {C, 2, W / 2, H / 2, N}, box
 //              {CHUNK, 2, (8 + S - 1) / 2 + before, 1, 1}.
 //              weight {C, R·S, K}, under DGRAD {K, R·S, C}, box {CHUNK, 1, 64}. skip_weight {D, 1, K}, the same box.
+//              last_weight is weight's for the last K % 64 channels of FPROP, which makes their box. What a box has beyond K
+//              is slow to load: see _LAST in convolution/sm90.py.
 //              out, addend {K, W, H, N}, box {CHUNK, 8, min(rows, SHARE), 1}; under SKIP addend {D, W, H, N}, box
 //              {CHUNK, 8, rows, 1}.
 //              Those of float x and weight round to tf32.
@@ -180,8 +182,9 @@ struct Work {
 
 // The producer: loads halo tiles into ring a and weights into ring b, in the order in which the consumers read them.
 __device__ __forceinline__ void load_operands(Work work, Ring& a, Ring& b, const TensorMap& x, const TensorMap& x2,
-                                              const TensorMap& weight, const TensorMap& addend, const TensorMap& addend2,
-                                              const TensorMap& skip_weight, int split, int D1, int S, int pitch,
+                                              const TensorMap& weight, const TensorMap& last_weight, const TensorMap& addend,
+                                              const TensorMap& addend2, const TensorMap& skip_weight, int split, int D1,
+                                              int S, int K, int pitch,
                                               const float4* parts, const Exchange* exchange, u32 launch) {
     for (bool loads_weights = true; work.at < work.to; loads_weights = !work.resident) {
         Part part = work.next();
@@ -202,9 +205,11 @@ __device__ __forceinline__ void load_operands(Work work, Ring& a, Ring& b, const
                 a.advance();
             }
             if (loads_weights) {
-                u32 full = b.acquire(WEIGHT_BYTES);
+                int channels = PASS == FPROP ? min(64, K - part.k0) : 64;
+                const TensorMap& map = channels == 64 ? weight : last_weight;
+                u32 full = b.acquire(R * channels * ROW_BYTES);
                 for (int r = 0; r < R; r++) {
-                    if (PASS == FPROP) tma_load(b.buffer() + r * TAP_BYTES, weight, full, c, r * S + s, part.k0);
+                    if (PASS == FPROP) tma_load(b.buffer() + r * TAP_BYTES, map, full, c, r * S + s, part.k0);
                     else tma_load(b.buffer() + r * TAP_BYTES, weight, full, part.k0, (R - 1 - r) * S + S - 1 - s, c);
                 }
                 b.advance();
@@ -232,8 +237,8 @@ __device__ __forceinline__ void load_operands(Work work, Ring& a, Ring& b, const
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTER_DIMS
 conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap x2,
-            const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap out,
-            const __grid_constant__ TensorMap out2, const __grid_constant__ TensorMap addend,
+            const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap last_weight,
+            const __grid_constant__ TensorMap out, const __grid_constant__ TensorMap out2, const __grid_constant__ TensorMap addend,
             const __grid_constant__ TensorMap addend2, const __grid_constant__ TensorMap skip_weight, const float* bias,
             const float* skip_bias, const float* emb, Statistics* sums, const float* norm_weight, const float* norm_bias,
             const float* scale, const float* shift, const float* mean, const float* rstd, int N, int H, int W, int C, int K,
@@ -269,7 +274,7 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
     if (threadIdx.x == CONSUMERS && gridDim.x * gridDim.y * gridDim.z <= 100)
         for (int tap = first * R; tap < min(min(own, last), first + b_stages) * R; tap++) {
             int r = tap % R, s = tap / R % S, c = tap / R / S * CHUNK;
-            if (PASS == FPROP) tma_prefetch(weight, c, r * S + s, work.k0);
+            if (PASS == FPROP) tma_prefetch(K - work.k0 < 64 ? last_weight : weight, c, r * S + s, work.k0);
             else tma_prefetch(weight, work.k0, (R - 1 - r) * S + S - 1 - s, c);
         }
     wait_for_previous();
@@ -279,7 +284,7 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
         set_registers<40, false>();
         if (threadIdx.x > CONSUMERS) return;
         if (STREAM_K) exchange->arrive();
-        load_operands(work, a, b, x, x2, weight, addend, addend2, skip_weight, split, D1, S, pitch, parts,
+        load_operands(work, a, b, x, x2, weight, last_weight, addend, addend2, skip_weight, split, D1, S, K, pitch, parts,
                       exchange, launch);
         return;
     }
