@@ -77,8 +77,8 @@
 //   Maps       x {C, W, H, N}, box {CHUNK, 8 + S - 1, rows + R - 1, 1}; under UPSAMPLE {C, 2, W / 2, H / 2, N}, box
 //              {CHUNK, 2, (8 + S - 1) / 2 + before, 1, 1}.
 //              weight {C, R·S, K}, under DGRAD {K, R·S, C}, box {CHUNK, 1, 64}. skip_weight {D, 1, K}, the same box.
-//              last_weight is weight's for the last K % 64 channels of FPROP, which makes their box. What a box has beyond K
-//              is slow to load: see _LAST in convolution/sm90.py.
+//              last_weight has fewer rows in a box: those that there are of the last 64 of K, under DGRAD those that are read
+//              of the last chunk of C. For TMA a row beyond an array takes longer than one of it.
 //              out, addend {K, W, H, N}, box {CHUNK, 8, min(rows, SHARE), 1}; under SKIP addend {D, W, H, N}, box
 //              {CHUNK, 8, rows, 1}.
 //              Those of float x and weight round to tf32.
@@ -205,12 +205,12 @@ __device__ __forceinline__ void load_operands(Work work, Ring& a, Ring& b, const
                 a.advance();
             }
             if (loads_weights) {
-                int channels = PASS == FPROP ? min(64, K - part.k0) : 64;
-                const TensorMap& map = channels == 64 ? weight : last_weight;
-                u32 full = b.acquire(R * channels * ROW_BYTES);
+                int box = PASS == FPROP ? min(64, K - part.k0) : step < work.own - S ? 64 : 64 - 16 * SPARED;  // rows
+                const TensorMap& map = box == 64 ? weight : last_weight;
+                u32 full = b.acquire(R * box * ROW_BYTES);
                 for (int r = 0; r < R; r++) {
                     if (PASS == FPROP) tma_load(b.buffer() + r * TAP_BYTES, map, full, c, r * S + s, part.k0);
-                    else tma_load(b.buffer() + r * TAP_BYTES, weight, full, part.k0, (R - 1 - r) * S + S - 1 - s, c);
+                    else tma_load(b.buffer() + r * TAP_BYTES, map, full, part.k0, (R - 1 - r) * S + S - 1 - s, c);
                 }
                 b.advance();
             }

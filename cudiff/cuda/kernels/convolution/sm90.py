@@ -409,8 +409,8 @@ class Configured:
         tiles = tiles_of((*ready.images, 0), rows) * cluster
         self.statistics = None if kind is None else (kind, (n, tiles, ready.outputs, kind.numbers))
         self.parts = (each, tile.pixels // 8, 128, 4) if together else None
-        fprop = p.direction != DGRAD or ready.turns
-        self.last = ready.outputs % CHANNELS or CHANNELS if fprop else CHANNELS  # outputs of the last box of weights
+        fprop, spared = p.direction != DGRAD or ready.turns, spared_k_steps(ready.channels, dtype.itemsize)
+        self.last = ready.outputs % CHANNELS or CHANNELS if fprop else CHANNELS - 16 * spared  # rows of last weights
         self.numbers = (
             n, height, columns, ready.channels, ready.outputs, kernel[1], ready.skip_channels, rows, halos, weights,
             p.x.shape[3], first[0].shape[3], p.skip[0].shape[3] if ready.skip else 0,
@@ -421,7 +421,7 @@ class Configured:
             PASS="FPROP" if fprop else "DGRAD", PIXELS=tile.pixels,
             ADDS=int(ready.adds), STATISTICS=int(ready.moments), NORM=(1 if p.silu else 2) if ready.norm else 0,
             RELU=int(Fusion.RELU in ready.fused), SKIP=int(ready.skip), CLUSTER=cluster, UPSAMPLE=int(upsample),
-            SPARED=spared_k_steps(ready.channels, dtype.itemsize), STREAM_K=int(together > 0), IMAGES=images,
+            SPARED=spared, STREAM_K=int(together > 0), IMAGES=images,
         )
 
     def __call__(self, given: Operands, weight: Array, addend: Array | None) -> ChannelStatistics | None:
@@ -456,8 +456,8 @@ class Configured:
         if self.parts is not None:
             parts, workspace = empty(self.parts, float32), exchange_workspace()
         self.launch(
-            x_map, x2_map, weight_map, last_map, out_map, out2_map, first_map, second_map, skip_map, bias, skip_bias, emb,
-            None if statistics is None else statistics.sums, *affine, *self.numbers, groups, parts, workspace,
+            x_map, x2_map, weight_map, last_map, out_map, out2_map, first_map, second_map, skip_map, bias, skip_bias,
+            emb, None if statistics is None else statistics.sums, *affine, *self.numbers, groups, parts, workspace,
             max(1, self.plan.together),
         )
         return statistics
@@ -465,11 +465,11 @@ class Configured:
 
 @functools.lru_cache(maxsize=4096)
 def _weight_map(pointer: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any,
-                outputs: int = CHANNELS) -> bytes:
+                box_rows: int = CHANNELS) -> bytes:
     """In boxes of so many rows by one tap by a chunk of channels."""
     k, rows, columns, c = shape
     steps = strides[0], c * dtype.itemsize if rows == columns == 1 else strides[2], 0
-    box = outputs, 1, ROW_BYTES // dtype.itemsize
+    box = box_rows, 1, ROW_BYTES // dtype.itemsize
     return map_at(pointer, *form_of((k, rows * columns, c), dtype, box, strides=steps))
 
 
