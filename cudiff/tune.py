@@ -15,6 +15,7 @@ from rich.table import Table
 from cudiff.backend import Array, cuda_available, get_cupy, is_capturing
 from cudiff.config import Config
 from cudiff.cuda.compiler import compiles_ahead
+from cudiff.cuda.deferred import deferred
 from cudiff.cuda.device import current_device
 from cudiff.cuda.graph import capture
 from cudiff.cuda.tiles import Lines, Planner, forget, name_of, read, user_file, watched
@@ -62,7 +63,7 @@ class _Watch:
         if cuda_available() and is_capturing("cuda"):  # a graph of sampling, whose warm-up has been measured
             return
         before = [array.copy() for array in added_to]
-        times = {plan: graph_time(functools.partial(launch, plan), copies=10, repeats=5) for plan in plans}
+        times = {plan: graph_time(functools.partial(_with_sums, launch, plan), copies=10, repeats=5) for plan in plans}
         for array, values in zip(added_to, before, strict=True):
             array[...] = values
         self.times.setdefault((planner, problem), []).append(times)
@@ -81,6 +82,12 @@ class _Watch:
                 (totals[best], best.choice),
             ))
         return found
+
+
+def _with_sums(launch: Callable[[Any], Any], plan: Any) -> Any:
+    """launch(plan), and the sums that it enqueues in one launch, as in a backward."""
+    with deferred():
+        return launch(plan)
 
 
 def tune(config: Config, dataset: Dataset, images: Sequence[int] = (64,),
