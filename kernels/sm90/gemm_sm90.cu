@@ -60,7 +60,8 @@
 // Launch
 //   Grid       any number of blocks; in clusters (tiles, 1, CLUSTER), each for one tile of at least CLUSTER steps. 384 threads.
 //   Maps       a {depth, M, batches}, box {64, 128, 1}; under A_MN {M, depth, batches}, box {64, 64, 1}.
-//              b {depth, N, batches}, box {64, BN, 1}; under B_MN {N, depth, batches}, box {64, 64, 1}.
+//              b {depth, N, batches}, box {64, BN, 1}; under B_MN {N, depth, batches}, box {64, 64, 1}. last_b is b's for the last
+//              N % BN rows, which make its box, but under B_MN. For TMA a row beyond an array takes longer than one of it.
 //              out, other {N, M, batches}, box {64, 64, 1}.
 //              Under WINDOWS those of a are of 64 channels of 128 windows, those of out and other of 64 channels of 64
 //              pixels, and b has the axes S and R in place of batches. With A_MN those of a are of 64 windows, b's without windows.
@@ -129,20 +130,24 @@ struct Tap {
 };
 
 // The producer: loads the operands of each tile's steps, then its biases, in the order in which the consumers read them.
-__device__ __forceinline__ void produce(Ring ring, Ring biases, const TensorMap& a, const TensorMap& a2, const TensorMap& b,
-                                        const float* bias, const Sizes& sizes, int rank) {
+__device__ __forceinline__ void produce(Ring ring, Ring biases, const TensorMap& a, const TensorMap& a2, const TensorMap& whole_b,
+                                        const TensorMap& last_b, const float* bias, const Sizes& sizes, int rank) {
     int chunks = sizes.chunks();
     for (int i = blockIdx.x; i < sizes.tiles(); i += gridDim.x) {
         Tile tile(i, sizes, rank);
         Window window(tile.m0, sizes);
         int h = window.h * sizes.down + sizes.top, w = window.w * sizes.across + sizes.left;
         Tap taps[] = {{tile.m0, sizes}, {tile.m0 + 64, sizes}};  // of WGRAD
+        int columns = min(BN, sizes.N - tile.n0), b_panels = CEIL_DIV(columns, 64);  // under B_MN
+        int a_panels = A_MN && !WGRAD && sizes.M - tile.m0 <= 64 ? 1 : ROWS / 64;    // under A_MN
+        u32 bytes = a_panels * PANEL_BYTES + (B_MN ? b_panels * PANEL_BYTES : columns * ROW_BYTES);
+        const TensorMap& b = columns == BN ? whole_b : last_b;
 #pragma unroll 1
         for (int step = tile.first; step < tile.last; step++) {
             int tap = WINDOWS && !A_MN ? step / chunks : 0, k = (step - tap * chunks) * DEPTH, r = tap / sizes.S, s = tap % sizes.S;
             const TensorMap& source = k < sizes.split ? a : a2;
             int k_a = k < sizes.split ? k : k - sizes.split;
-            u32 full = ring.acquire(STAGE_BYTES), at_a = ring.buffer(), at_b = at_a + A_BYTES;
+            u32 full = ring.acquire(bytes), at_a = ring.buffer(), at_b = at_a + A_BYTES;
             if constexpr (WGRAD) {
                 Window first(k, sizes);
                 int from_w = first.w * sizes.across + sizes.left, from_h = first.h * sizes.down + sizes.top;
@@ -153,14 +158,14 @@ __device__ __forceinline__ void produce(Ring ring, Ring biases, const TensorMap&
             } else if constexpr (WINDOWS) {
                 tma_load_pixels(at_a, source, full, k_a, w, h, window.image, s, r);
             } else if constexpr (A_MN) {
-                for (int panel = 0; panel < ROWS / 64; panel++)
+                for (int panel = 0; panel < a_panels; panel++)
                     tma_load(at_a + panel * PANEL_BYTES, a, full, tile.m0 + panel * 64, k, tile.batch);
             } else {
                 tma_load(at_a, source, full, k_a, tile.m0, tile.batch);
             }
             if constexpr (B_MN) {
 #pragma unroll 1
-                for (int panel = 0; panel < B_PANELS; panel++) {
+                for (int panel = 0; panel < b_panels; panel++) {
                     int n = tile.n0 + panel * 64;
                     if constexpr (WINDOWS && !A_MN)
                         tma_load(at_b + panel * PANEL_BYTES, b, full, n, k, sizes.S - 1 - s, sizes.R - 1 - r);
@@ -342,9 +347,9 @@ __device__ __forceinline__ void store_floats(float* out, i64 pitch, const float 
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTER_DIMS
 gemm_sm90(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap a2, const __grid_constant__ TensorMap b,
-          const __grid_constant__ TensorMap out, const __grid_constant__ TensorMap out2, const __grid_constant__ TensorMap other,
-          const float* bias, const float* by_image, int rows_per_image, float* floats, i64 pitch, int add, int M, int N, int depth,
-          int batches, int parts, int split, int N1, int R, int S, int H, int W, int top, int left, int down, int across) {
+          const __grid_constant__ TensorMap last_b, const __grid_constant__ TensorMap out, const __grid_constant__ TensorMap out2,
+          const __grid_constant__ TensorMap other, const float* bias, const float* by_image, int rows_per_image, float* floats,
+          i64 pitch, int add, int M, int N, int depth, int batches, int parts, int split, int N1, int R, int S, int H, int W, int top, int left, int down, int across) {
     extern __shared__ __align__(1024) u8 shared[];
     Sizes sizes = {M, N, depth, batches, parts, split, R, S, H, W, top, left, down, across};
     u32 base = shared_address(shared), results = base + STAGES * STAGE_BYTES, bias_buffers = results + 2 * RESULT_BYTES;
@@ -365,7 +370,7 @@ gemm_sm90(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
     __syncthreads();
     if (group == 2) {
         set_registers<40, false>();
-        if (threadIdx.x == CONSUMERS) produce(ring, biases, a, a2, b, bias, sizes, rank);
+        if (threadIdx.x == CONSUMERS) produce(ring, biases, a, a2, b, last_b, bias, sizes, rank);
         return;  // which counts as arrival in a cluster
     }
     set_registers<232, true>();

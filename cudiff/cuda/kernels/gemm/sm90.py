@@ -291,8 +291,10 @@ def multiply(a: Array, b: Array, out: Array, epilogue: Epilogue, a_mn: bool, b_m
             return windows_map(array, Windows(size=windows.size), 64)
         return tensor_map(array, (1, 64, 64), operand=False)
 
-    a_map, b_box = source(a), (DEPTH, 64) if b_mn else (width, DEPTH)
-    operands = a_map, a_map if a2 is None else source(a2), tensor_map(b, (*[1] * (b.ndim - 2), *b_box))
+    a_map, b_box, last, before = source(a), (DEPTH, 64) if b_mn else (width, DEPTH), columns % width, [1] * (b.ndim - 2)
+    b_map = tensor_map(b, (*before, *b_box))
+    last_map = b_map if b_mn or not last else tensor_map(b, (*before, last, DEPTH))
+    operands = a_map, a_map if a2 is None else source(a2), b_map, last_map
     own = result(out) if low_out else a_map
     beside = [own if array is None else result(array if windows else array.reshape(-1, rows, array.shape[-1]))
               for array in (out2 if aux is None else aux, other)]
