@@ -84,11 +84,12 @@ conv2d_wgrad_sm90(const __grid_constant__ Jobs jobs, int N, int H, int W, int S,
     if (threadIdx.x >= CONSUMERS) {
         if (TAPS > 1) set_registers<40, false>();
         if (threadIdx.x > CONSUMERS) return;
+        int there = min(COLUMNS, CEIL_DIV(C - c0, 64));  // chunks of channels: for TMA one beyond x takes longer than one of it
         for (int i = first; i < last; i++, ring.advance()) {
             int n = i / per_image, h0 = i % per_image / per_row * rows, w0 = i % per_row * width;
-            u32 full = ring.acquire(tile + COLUMNS * filled);
+            u32 full = ring.acquire(tile + there * filled);
             tma_load(ring.buffer(), job.dout, full, k0, w0, h0, n);
-            for (int j = 0, c = c0; j < COLUMNS; j++, c += 64) {
+            for (int j = 0, c = c0; j < there; j++, c += 64) {
                 const TensorMap& map = c < split ? job.x : job.x2;
                 u32 target = ring.buffer() + tile + j * halo;
                 int channel = c < split ? c : c - split, w = w0 + s - S / 2, h = h0 - R / 2;
