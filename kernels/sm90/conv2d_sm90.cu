@@ -78,7 +78,7 @@
 //              {CHUNK, 2, (8 + S - 1) / 2 + before, 1, 1}.
 //              weight {C, R·S, K}, under DGRAD {K, R·S, C}, box {CHUNK, 1, 64}. skip_weight {D, 1, K}, the same box.
 //              last_weight has fewer rows in a box: those that there are of the last 64 of K, under DGRAD those that are read
-//              of the last chunk of C. For TMA a row beyond an array takes longer than one of it.
+//              of the last chunk of C; last_skip_weight likewise. For TMA a row beyond an array takes longer than one of it.
 //              out, addend {K, W, H, N}, box {CHUNK, 8, min(rows, SHARE), 1}; under SKIP addend {D, W, H, N}, box
 //              {CHUNK, 8, rows, 1}.
 //              Those of float x and weight round to tf32.
@@ -183,8 +183,8 @@ struct Work {
 // The producer: loads halo tiles into ring a and weights into ring b, in the order in which the consumers read them.
 __device__ __forceinline__ void load_operands(Work work, Ring& a, Ring& b, const TensorMap& x, const TensorMap& x2,
                                               const TensorMap& weight, const TensorMap& last_weight, const TensorMap& addend,
-                                              const TensorMap& addend2, const TensorMap& skip_weight, int split, int D1,
-                                              int S, int K, int pitch,
+                                              const TensorMap& addend2, const TensorMap& skip_weight,
+                                              const TensorMap& last_skip_weight, int split, int D1, int S, int K, int pitch,
                                               const float4* parts, const Exchange* exchange, u32 launch) {
     for (bool loads_weights = true; work.at < work.to; loads_weights = !work.resident) {
         Part part = work.next();
@@ -225,8 +225,9 @@ __device__ __forceinline__ void load_operands(Work work, Ring& a, Ring& b, const
                          tile.w0, tile.h0, tile.n + image);
             a.advance();
             if (loads_weights) {
-                full = b.acquire(TAP_BYTES);
-                tma_load(b.buffer(), skip_weight, full, c, 0, part.k0);
+                int box = min(64, K - part.k0);
+                full = b.acquire(box * ROW_BYTES);
+                tma_load(b.buffer(), box == 64 ? skip_weight : last_skip_weight, full, c, 0, part.k0);
                 b.advance();
             }
         }
@@ -239,7 +240,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTER_DIMS
 conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap x2,
             const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap last_weight,
             const __grid_constant__ TensorMap out, const __grid_constant__ TensorMap out2, const __grid_constant__ TensorMap addend,
-            const __grid_constant__ TensorMap addend2, const __grid_constant__ TensorMap skip_weight, const float* bias,
+            const __grid_constant__ TensorMap addend2, const __grid_constant__ TensorMap skip_weight,
+            const __grid_constant__ TensorMap last_skip_weight, const float* bias,
             const float* skip_bias, const float* emb, Statistics* sums, const float* norm_weight, const float* norm_bias,
             const float* scale, const float* shift, const float* mean, const float* rstd, int N, int H, int W, int C, int K,
             int S, int D, int rows, int a_stages, int b_stages, int split, int K1, int D1, int groups, float4* parts,
@@ -284,8 +286,8 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
         set_registers<40, false>();
         if (threadIdx.x > CONSUMERS) return;
         if (STREAM_K) exchange->arrive();
-        load_operands(work, a, b, x, x2, weight, last_weight, addend, addend2, skip_weight, split, D1, S, K, pitch, parts,
-                      exchange, launch);
+        load_operands(work, a, b, x, x2, weight, last_weight, addend, addend2, skip_weight, last_skip_weight, split, D1, S, K,
+                      pitch, parts, exchange, launch);
         return;
     }
 

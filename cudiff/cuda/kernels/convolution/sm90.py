@@ -427,9 +427,7 @@ class Configured:
     def __call__(self, given: Operands, weight: Array, addend: Array | None) -> ChannelStatistics | None:
         ready, (x, _, out, (bias, emb, *_), x2, skip, norm, _) = self.ready, given
         x_map = x2_map = map_at(x.data.ptr, *self.x)
-        skip_map = weight_map = last_map = _weight_map(weight.data.ptr, weight.shape, weight.strides, weight.dtype)
-        if self.last < CHANNELS:
-            last_map = _weight_map(weight.data.ptr, weight.shape, weight.strides, weight.dtype, self.last)
+        weight_maps = skip_maps = _weight_maps(weight.data.ptr, weight.shape, weight.strides, weight.dtype, self.last)
         first_map = second_map = out_map = out2_map = map_at(out.data.ptr, *self.out)
         if x2 is not None and ready.p.direction == DGRAD:
             out2_map = map_at(x2.data.ptr, *self.out2)
@@ -438,7 +436,7 @@ class Configured:
         skip_bias, affine, groups, read = None, _NO_NORM, 1, None
         if skip is not None and ready.skip:
             weight, skip_bias, read = skip.weight, skip.bias, skip[:2]
-            skip_map = _weight_map(weight.data.ptr, weight.shape, weight.strides, weight.dtype)
+            skip_maps = _weight_maps(weight.data.ptr, weight.shape, weight.strides, weight.dtype, self.last)
         elif norm is not None and ready.norm:
             affine, groups, read = norm[3:], norm.mean.shape[1], norm[1:3]
         elif addend is not None:
@@ -456,21 +454,21 @@ class Configured:
         if self.parts is not None:
             parts, workspace = empty(self.parts, float32), exchange_workspace()
         self.launch(
-            x_map, x2_map, weight_map, last_map, out_map, out2_map, first_map, second_map, skip_map, bias, skip_bias,
-            emb, None if statistics is None else statistics.sums, *affine, *self.numbers, groups, parts, workspace,
+            x_map, x2_map, *weight_maps, out_map, out2_map, first_map, second_map, *skip_maps, bias, skip_bias, emb,
+            None if statistics is None else statistics.sums, *affine, *self.numbers, groups, parts, workspace,
             max(1, self.plan.together),
         )
         return statistics
 
 
 @functools.lru_cache(maxsize=4096)
-def _weight_map(pointer: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any,
-                box_rows: int = CHANNELS) -> bytes:
-    """In boxes of so many rows by one tap by a chunk of channels."""
+def _weight_maps(pointer: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any, last: int) -> list[bytes]:
+    """Two maps, in boxes of 64 rows and of `last`, by one tap by a chunk of channels."""
     k, rows, columns, c = shape
     steps = strides[0], c * dtype.itemsize if rows == columns == 1 else strides[2], 0
-    box = box_rows, 1, ROW_BYTES // dtype.itemsize
-    return map_at(pointer, *form_of((k, rows * columns, c), dtype, box, strides=steps))
+    forms = (form_of((k, rows * columns, c), dtype, (box, 1, ROW_BYTES // dtype.itemsize), strides=steps)
+             for box in (CHANNELS, last))
+    return [map_at(pointer, *form) for form in forms]
 
 
 _NO_NORM = (None,) * 6
