@@ -80,23 +80,26 @@ def pack(args: Sequence[Any]) -> tuple[list[Kind], list[Any]]:
     """
     kinds: list[Kind] = list(map(type, args))
     values = list(args)
-    for i in _others(*kinds):
-        arg = args[i]
-        if arg is None:
-            values[i] = 0
-        elif kinds[i] is bytes:
-            kinds[i] = len(arg)
-        elif kinds[i] is np.ndarray:
-            kinds[i], values[i] = arg.nbytes, arg.tobytes()
-        else:
-            kinds[i], values[i] = arg.dtype, arg.data.ptr
+    nones, tables, arrays = _places(*kinds)
+    for i in nones:
+        values[i] = 0
+    for i in tables:
+        values[i] = table = args[i] if kinds[i] is bytes else args[i].tobytes()
+        kinds[i] = len(table)
+    for i in arrays:
+        array = args[i]
+        kinds[i], values[i] = array.dtype, array.data.ptr
     return kinds, values
 
 
 @functools.cache
-def _others(*kinds: type) -> list[int]:
-    """The places of the arguments that `struct` does not take as they are."""
-    return [i for i, kind in enumerate(kinds) if kind not in _PACKED or kind is type(None)]
+def _places(*kinds: type) -> tuple[list[int], ...]:
+    """The places of None, of bytes and tables, and of CuPy arrays, which `struct` does not take as they are."""
+    places: tuple[list[int], ...] = [], [], []
+    for i, kind in enumerate(kinds):
+        if kind not in _PACKED or kind is type(None):
+            places[0 if kind is type(None) else 1 if kind in (bytes, np.ndarray) else 2].append(i)
+    return places
 
 
 def as_float32(values: Sequence[Any]) -> list[Any]:
