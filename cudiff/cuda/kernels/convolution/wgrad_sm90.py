@@ -30,7 +30,7 @@ from cudiff.cuda.kernels.shape import padded
 from cudiff.cuda.launch import Launch, address, blocks, empty, launch
 from cudiff.cuda.select import Offer
 from cudiff.cuda.sums import add_parts
-from cudiff.cuda.tensor_map import map_at, tensor_map
+from cudiff.cuda.tensor_map import tensor_map
 from cudiff.cuda.tiles import Planner
 
 MAX_BATCH = 16  # gradients in a launch: they take 7 of the 32 KiB that its arguments may have
@@ -165,8 +165,8 @@ class Configured:
         for one, (x, x2, dout, first, channels, outputs, split) in zip(batch, self.rows, strict=True):
             out, pitch = _sums(one.weight, self.sums)
             table += _ROW.pack(
-                map_at(one.x.data.ptr, *x), map_at((one.x if one.x2 is None else one.x2).data.ptr, *x2),
-                map_at(one.out.data.ptr, *dout), address(out), pitch, first, one.add and self.sums == 1, channels,
+                x.at(one.x.data.ptr), x2.at((one.x if one.x2 is None else one.x2).data.ptr),
+                dout.at(one.out.data.ptr), address(out), pitch, first, one.add and self.sums == 1, channels,
                 outputs, split,
             )
             outs.append(out)
