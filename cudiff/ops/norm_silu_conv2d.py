@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from operator import attrgetter
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from cudiff.cuda.kernels.shape import at_16_bytes
 from cudiff.cuda.launch import empty
 from cudiff.cuda.sums import add_rows
 from cudiff.function import Function
+from cudiff.gradient import Slot
 from cudiff.ops import elementwise
 from cudiff.ops.cast import as_wide, astype, require_float_dtypes
 from cudiff.ops.conv2d import check_bias, conv2d, out_size
@@ -53,8 +54,7 @@ def unfused(x, x2, norm_weight, norm_bias, scale, shift, weight, bias, emb, resi
 
 
 class Inputs(NamedTuple):
-    """The inputs of `NormSiluConv2d`: arrays, or one thing for each, such as its gradient. The first NORM are the group
-    norm's, in its order."""
+    """The inputs of `NormSiluConv2d`, or one thing for each, such as its shape."""
 
     x: Any = None
     x2: Any = None
@@ -71,8 +71,12 @@ class Inputs(NamedTuple):
     skip_bias: Any = None
 
 
+Needs, Slots = tuple[bool, ...], tuple[Slot | None, ...]
+X, X2, NORM = 0, 1, slice(6)
+WEIGHT, BIAS, EMB, RESIDUAL, RESIDUAL2, SKIP_WEIGHT, SKIP_BIAS = range(6, 13)
+"""Where inputs stand among those of `NormSiluConv2d`, and their gradients. The first six are the group norm's."""
+
 _itemsize = attrgetter("itemsize")
-NORM: Final = 6
 WIDE = ("norm_weight", "norm_bias", "scale", "shift", "emb")  # read as float32, or as float64
 SOURCES = ("x2", "residual", "residual2")  # read in the dtype of the computation
 
@@ -101,7 +105,7 @@ class NormSiluConv2d(Function):
             h = at_16_bytes(h)  # conv2d_few_channels reads packs of many channels
         ctx.upsample, ctx.dtype, ctx.norm, ctx.weight = upsample, x.dtype, norm, taps
         # The norm's backward recomputes h for the weight's gradient, so h is not saved.
-        recomputed = norm is not None and True in ctx.needs[:NORM]
+        recomputed = norm is not None and True in ctx.needs[NORM]
         times = 2 if upsample else 1
         ctx.padding = padding = (taps.shape[1] // 2,) * 2
         n, height, width, channels = h.shape
@@ -117,7 +121,6 @@ class NormSiluConv2d(Function):
 
     @staticmethod
     def backward_cuda(ctx, dout, needs, into):
-        needs, into = Inputs(*needs), Inputs(*into)
         h, h2, weight, _, residual2, skip_weight, out = ctx.saved
         sums, mixed = ctx.dout_sums, dout.dtype != ctx.dtype
         if h2 is not None or residual2 is not None or (mixed and is_low(dout.dtype)):
@@ -125,57 +128,53 @@ class NormSiluConv2d(Function):
         if out is not None:
             dout, statistics = elementwise.relu_backward_cuda(dout, out)
             sums = None if statistics is None else statistics.sums
-        grads = _vector_gradients(dout, sums, needs, into)
+        grads: list[Array | None] = [None] * len(needs)
+        _vector_gradients(dout, sums, needs, into, grads)
         if h2 is not None:
-            grads |= _pair_gradients(ctx, dout, h.shape[3], needs, into)
-        elif True in needs[:NORM]:
-            grads |= _input_gradients(ctx, dout, needs, into)
-        if skip_weight is None and needs.residual:
-            grads["residual"] = dout
-        if needs.weight:
+            _pair_gradients(ctx, dout, h.shape[3], needs, into, grads)
+        elif True in needs[NORM]:
+            _input_gradients(ctx, dout, needs, into, grads)
+        if skip_weight is None and needs[RESIDUAL]:
+            grads[RESIDUAL] = dout
+        if needs[WEIGHT]:
             h = ctx.h_recomputed if h is None else h
-            grads["weight"], add = gradient_target(into.weight, weight.shape, float32)
-            given = Operands(h, _taps(grads["weight"]), dout, x2=h2, add=add)
+            grads[WEIGHT], add = gradient_target(into[WEIGHT], weight.shape, float32)
+            given = Operands(h, _taps(grads[WEIGHT]), dout, x2=h2, add=add)
             table.wgrad(given, (1, 1), ctx.padding, upsample=ctx.upsample)
         if skip_weight is not None:
-            grads |= _skip_gradients(ctx, dout, needs, into)
-        return tuple(map(grads.get, Inputs._fields))
+            _skip_gradients(ctx, dout, needs, into, grads)
+        return tuple(grads)
 
 
-def _vector_gradients(dout: Array, sums: Array | None, needs: Inputs, into: Inputs) -> dict[str, Array]:
-    """The gradients of emb and of both biases, sums of dout. sums: those over tiles of pixels, or None."""
-    grads = {}
+def _vector_gradients(dout: Array, sums: Array | None, needs: Needs, into: Slots, grads: list[Array | None]) -> None:
+    """Fill in the gradients of emb and of both biases, sums of dout. sums: those over tiles of pixels, or None."""
     if sums is not None and len(sums) != len(dout):  # a batch norm's, of all images together
         sums = None
-    if sums is None and (needs.emb or (needs.bias and needs.skip_bias)):
+    if sums is None and (needs[EMB] or (needs[BIAS] and needs[SKIP_BIAS])):
         sums = sum_array(dout, (1, 2), dtype=float32)[:, None]
-    if needs.emb:
+    if needs[EMB]:
         assert sums is not None
-        grads["emb"], add = gradient_target(into.emb, sums.shape[::2], float32)
-        add_rows(sums, grads["emb"], add)
-    if needs.bias:
-        grads["bias"] = sum_rows_cuda(dout, into.bias, sums)
-    if needs.skip_bias:
-        grads["skip_bias"] = sum_rows_cuda(dout, into.skip_bias, sums)
-    return grads
+        grads[EMB], add = gradient_target(into[EMB], sums.shape[::2], float32)
+        add_rows(sums, grads[EMB], add)
+    for bias in (BIAS, SKIP_BIAS):
+        if needs[bias]:
+            grads[bias] = sum_rows_cuda(dout, into[bias], sums)
 
 
-def _pair_gradients(ctx: Any, dout: Array, split: int, needs: Inputs, into: Inputs) -> dict[str, Array]:
-    """The gradients of x, which has `split` channels, and of x2. No norm follows them."""
-    grads = {}
-    for name, columns in (("x", ctx.weight[..., :split]), ("x2", ctx.weight[..., split:])):
-        if getattr(needs, name):
-            slot = getattr(into, name)
+def _pair_gradients(ctx: Any, dout: Array, split: int, needs: Needs, into: Slots, grads: list[Array | None]) -> None:
+    """Fill in the gradients of x, which has `split` channels, and of x2. No norm follows them."""
+    for i, columns in ((X, ctx.weight[..., :split]), (X2, ctx.weight[..., split:])):
+        if needs[i]:
+            slot = into[i]
             shape = *ctx.shape[:3], columns.shape[3]
             out, addend = gradient_sum(None if ctx.upsample else slot, shape, dout.dtype)
             table.dgrad(Operands(dout, columns, out, Epilogue(addend=addend)), (1, 1), ctx.padding)
-            grads[name] = sum_windows(out, TWICE, 1.0, None, slot)[0] if ctx.upsample else out
-    return grads
+            grads[i] = sum_windows(out, TWICE, 1.0, None, slot)[0] if ctx.upsample else out
 
 
-def _input_gradients(ctx: Any, dout: Array, needs: Inputs, into: Inputs) -> dict[str, Array]:
-    """The gradient of x, or those of a norm's inputs. Then ctx.h_recomputed is its output, for wgrad."""
-    slot = into.x if ctx.norm is None else None
+def _input_gradients(ctx: Any, dout: Array, needs: Needs, into: Slots, grads: list[Array | None]) -> None:
+    """Fill in the gradient of x, or those of a norm's inputs. Then ctx.h_recomputed is its output, for wgrad."""
+    slot = into[X] if ctx.norm is None else None
     mixed, sums_wanted = dout.dtype != ctx.dtype, ctx.norm is None and not ctx.upsample
     out, addend = gradient_sum(None if ctx.upsample or mixed else slot, ctx.shape, ctx.dtype)
     given = Operands(dout, ctx.weight, out, Epilogue(addend=addend), norm=None if ctx.upsample else ctx.norm)
@@ -183,36 +182,33 @@ def _input_gradients(ctx: Any, dout: Array, needs: Inputs, into: Inputs) -> dict
     if ctx.upsample:
         out, statistics = sum_windows(out, TWICE, 1.0, Kind.SUMS if ctx.norm is None else None, slot)
     if ctx.norm is None:
-        ctx.din_statistics[0] = statistics
-        return {"x": out}
-    ctx.h_recomputed = out if needs.weight else None  # its own array took 2 to 11 % more memory for a step
+        grads[X], ctx.din_statistics[X] = out, statistics
+        return
+    ctx.h_recomputed = out if needs[WEIGHT] else None  # its own array took 2 to 11 % more memory for a step
     silu, x, x2, norm_weight, norm_bias, scale, shift, mean, rstd = ctx.norm
-    results = norms.backward(  # x and x2 are the first inputs of both operations, so their statistics are too
-        out, x, x2, norm_weight, norm_bias, mean, rstd, silu, scale, shift, needs=needs[:NORM], into=into[:NORM],
+    grads[NORM] = norms.backward(  # x and x2 are the first inputs of both operations, so their statistics are too
+        out, x, x2, norm_weight, norm_bias, mean, rstd, silu, scale, shift, needs=needs[NORM], into=into[NORM],
         y=ctx.h_recomputed, din_statistics=ctx.din_statistics, statistics=statistics,
     )
-    return dict(zip(Inputs._fields[:NORM], results, strict=True))
 
 
-def _skip_gradients(ctx: Any, dout: Array, needs: Inputs, into: Inputs) -> dict[str, Array]:
-    """The gradients of the skip path's weight and of its one or two sources."""
+def _skip_gradients(ctx: Any, dout: Array, needs: Needs, into: Slots, grads: list[Array | None]) -> None:
+    """Fill in the gradients of the skip path's weight and of its one or two sources."""
     *_, residual, residual2, skip_weight, _ = ctx.saved
-    grads: dict[str, Array] = {}
-    if needs.skip_weight:
-        grads["skip_weight"], add = gradient_target(into.skip_weight, skip_weight.shape, float32)
-        dweight = _matrix(grads["skip_weight"])
+    if needs[SKIP_WEIGHT]:
+        grads[SKIP_WEIGHT], add = gradient_target(into[SKIP_WEIGHT], skip_weight.shape, float32)
+        dweight = _matrix(grads[SKIP_WEIGHT])
         linear_cuda(WGRAD, Operands(residual, dweight, dout, x2=residual2, add=add))
     matrix, split, adds = _matrix(skip_weight), residual.shape[3], {}
-    for name, source in (("residual", residual), ("residual2", residual2)):
-        if getattr(needs, name):
-            grads[name], adds[name] = gradient_target(getattr(into, name), source.shape, source.dtype)
+    for i, source in ((RESIDUAL, residual), (RESIDUAL2, residual2)):
+        if needs[i]:
+            grads[i], adds[i] = gradient_target(into[i], source.shape, source.dtype)
     if len(adds) == 2 and not any(adds.values()):
-        linear_cuda(DGRAD, Operands(dout, matrix, grads["residual"], x2=grads["residual2"]))
-        return grads
-    for name, add in adds.items():
-        columns = matrix[:, :split] if name == "residual" else matrix[:, split:]
-        linear_cuda(DGRAD, Operands(dout, columns, grads[name], Epilogue(addend=grads[name] if add else None)))
-    return grads
+        linear_cuda(DGRAD, Operands(dout, matrix, grads[RESIDUAL], x2=grads[RESIDUAL2]))
+        return
+    for i, add in adds.items():
+        columns = matrix[:, :split] if i == RESIDUAL else matrix[:, split:]
+        linear_cuda(DGRAD, Operands(dout, columns, grads[i], Epilogue(addend=grads[i] if add else None)))
 
 
 def _taps(weight: Array) -> Array:
