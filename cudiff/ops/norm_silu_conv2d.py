@@ -107,10 +107,10 @@ class NormSiluConv2d(Function):
         # The norm's backward recomputes h for the weight's gradient, so h is not saved.
         recomputed = norm is not None and True in ctx.needs[NORM]
         times = 2 if upsample else 1
-        ctx.padding = padding = (taps.shape[1] // 2,) * 2
-        n, height, width, channels = h.shape
+        (n, height, width, channels), (outputs, rows, columns, _) = h.shape, taps.shape
+        ctx.padding = padding = rows // 2, rows // 2
         ctx.shape = n, height * times, width * times, channels  # of the convolution's input
-        out = empty((n, *out_size(ctx.shape[1:3], taps.shape[1:3], (1, 1), padding), len(weight)), dtype)
+        out = empty((n, *out_size(ctx.shape[1:3], (rows, columns), (1, 1), padding), outputs), dtype)
         if skip_weight is not None:
             skip, addend = Skip(residual, residual2, skip_weight, as_float32(skip_bias)), None
         bias = bias if bias is None or bias.dtype == float32 else bias.astype(float32)
