@@ -27,7 +27,7 @@ from cudiff.cuda.kernels.convolution.sm90 import (
     takes_second_source,
 )
 from cudiff.cuda.kernels.shape import padded
-from cudiff.cuda.launch import Launch, address, blocks, empty, launch
+from cudiff.cuda.launch import Launch, blocks, empty, launch
 from cudiff.cuda.select import Offer
 from cudiff.cuda.sums import add_parts
 from cudiff.cuda.tensor_map import tensor_map
@@ -166,8 +166,8 @@ class Configured:
             out, pitch = _sums(one.weight, self.sums)
             table += _ROW.pack(
                 x.at(one.x.data.ptr), x2.at((one.x if one.x2 is None else one.x2).data.ptr),
-                dout.at(one.out.data.ptr), address(out), pitch, first, one.add and self.sums == 1, channels,
-                outputs, split,
+                dout.at(one.out.data.ptr), out.data.ptr, pitch, first, one.add and self.sums == 1, channels, outputs,
+                split,
             )
             outs.append(out)
         self.launch(table + self.rest, *self.numbers)
@@ -273,7 +273,7 @@ def wgrad_tf32(x: Array, dout: Array, dweight: Array, add: bool, splits: int = 0
         "conv2d_wgrad_tf32_sm90", "conv2d_wgrad_tf32_sm90", (grid, splits), 256,
         (
             tensor_map(x, (1, rows + taps - 1, pitch_x, 32)), tensor_map(dout, (1, rows, width, 32)),
-            out, pitch, add and splits == 1, n, height, columns, channels, outputs, rows, width, pitch_x, stages,
+            out, np.int64(pitch), add and splits == 1, n, height, columns, channels, outputs, rows, width, pitch_x, stages,
         ),
         shared, R=taps, COLUMNS=across, PIXELS=rows * width,
     )
@@ -298,12 +298,12 @@ def _pitch(width: int, taps: int) -> int:
     return blocks(width + taps - 1, 8) * 8
 
 
-def _sums(dweight: Array, count: int) -> tuple[Array, np.int64]:
+def _sums(dweight: Array, count: int) -> tuple[Array, int]:
     """The array for `count` partial sums, dweight itself for one, and the pitch of its rows in floats."""
     if count == 1:
-        return dweight, np.int64(dweight.strides[0] // 4)
+        return dweight, dweight.strides[0] // 4
     size = dweight.size // len(dweight)
-    return empty((count, len(dweight), size), float32), np.int64(size)
+    return empty((count, len(dweight), size), float32), size
 
 
 def _whole(x: Array) -> Array:
