@@ -140,7 +140,7 @@ class Kernel:
         # Set once, to the most that a block may have: if each launch set it, one thread could lower it for another.
         function.max_dynamic_shared_size_bytes = self._limits.of_block - self._static
         self._function = function  # keeps the cubin loaded
-        self._address = function.kernel.ptr
+        self._address = ctypes.c_void_p(function.kernel.ptr)
         self._overlaps = int(overlaps and self._limits.capability >= 90)
         self._configs: dict[tuple, ctypes.Array] = {}  # by all that one depends on
 
