@@ -478,7 +478,7 @@ def test_buffers_are_listed_as_parameters_are():
 
 
 @pytest.mark.parametrize("name, told", [
-    ("view", r"a Tensor has no 'view': write x.reshape\(shape\)"), ("viev", "a Tensor has no 'viev'$"),
+    ("view", r"a Tensor has no 'view': write x.reshape\(shape\)"), ("viev", "'Tensor' object has no attribute 'viev'$"),
 ])
 def test_pytorchs_methods_are_told_by_numpys_names(name, told):
     with pytest.raises(AttributeError, match=told):

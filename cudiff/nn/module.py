@@ -125,8 +125,7 @@ class Module:
         own = vars(self)
         if name != "_buffers" and "_buffers" not in own:
             raise RuntimeError(f"{type(self).__name__}: call super().__init__() before '{name}' is set")
-        before = own.get(name)
-        if isinstance(before, Parameter) and not isinstance(value, Parameter | None):
+        if isinstance(before := own.get(name), Parameter) and not isinstance(value, Parameter | None):
             raise TypeError(f"{name} is a Parameter: set {name}.data to new values, or {name} to a Parameter or None")
         if name == "requires_grad":
             raise TypeError("a Module is frozen by requires_grad_(False), and trained again by requires_grad_()")
