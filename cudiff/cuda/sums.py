@@ -12,7 +12,7 @@ import struct
 from cudiff.backend import Array, float32
 from cudiff.cuda.deferred import LaunchType, enqueue
 from cudiff.cuda.launch import empty, launch
-from cudiff.statistics import ChannelStatistics, Kind
+from cudiff.statistics import SUMS, ChannelStatistics, Kind
 
 MAX_BATCH = 64  # sums in one launch
 TERMS = 8  # rows that a thread adds at a time, the same number as in kernels/portable/accumulate.cu
@@ -26,7 +26,7 @@ _NO_SUM = _ROW_SUM.pack(*[0] * 11, 2**31 - 1)
 def empty_statistics(kind: Kind, images: int, tiles: int, channels: int) -> ChannelStatistics:
     """Uninitialised statistics for a kernel to write. MOMENTS and CENTRED are structs of channel_statistics.cuh."""
     shape = images, tiles, channels, kind.numbers
-    return ChannelStatistics(kind, empty(shape[:3] if kind is Kind.SUMS else shape, float32))
+    return ChannelStatistics(kind, empty(shape[:3] if kind is SUMS else shape, float32))
 
 
 _RowSum = tuple[Array, Array, int, int, int, bool]

@@ -273,7 +273,8 @@ def wgrad_tf32(x: Array, dout: Array, dweight: Array, add: bool, splits: int = 0
         "conv2d_wgrad_tf32_sm90", "conv2d_wgrad_tf32_sm90", (grid, splits), 256,
         (
             tensor_map(x, (1, rows + taps - 1, pitch_x, 32)), tensor_map(dout, (1, rows, width, 32)),
-            out, np.int64(pitch), add and splits == 1, n, height, columns, channels, outputs, rows, width, pitch_x, stages,
+            out, np.int64(pitch), add and splits == 1, n, height, columns, channels, outputs, rows, width, pitch_x,
+            stages,
         ),
         shared, R=taps, COLUMNS=across, PIXELS=rows * width,
     )
