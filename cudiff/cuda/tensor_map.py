@@ -57,8 +57,8 @@ def tensor_map(array: Array, box: tuple[int, ...], operand: bool = True, twice: 
 class Form:
     """All of a tensor map but the address. at(address): the bytes of the map there."""
 
-    def __init__(self, *of: Any) -> None:
-        self.at = functools.lru_cache(maxsize=1024)(lambda pointer: map_at(pointer, *of))
+    def __init__(self, **of: Any) -> None:
+        self.at = functools.lru_cache(maxsize=1024)(functools.partial(map_at, **of))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -69,7 +69,8 @@ def form_of(shape: tuple[int, ...], dtype: np.dtype, box: tuple[int, ...], opera
     if twice:
         shape, steps = (*shape[:-1], 2, shape[-1]), (*steps, 0)
     kind = _TFLOAT32 if operand and dtype == float32 else _TYPES[dtype]
-    return Form(kind, shape, steps, box, _SWIZZLES[box[-1] * dtype.itemsize] if swizzled else 0, windows)
+    swizzle = _SWIZZLES[box[-1] * dtype.itemsize] if swizzled else 0
+    return Form(kind=kind, shape=shape, strides=steps, box=box, swizzle=swizzle, windows=windows)
 
 
 def two_maps(array: Array, box: tuple[int, ...], second: tuple[int, ...]) -> bytes:

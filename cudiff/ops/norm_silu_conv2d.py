@@ -71,7 +71,8 @@ class Inputs(NamedTuple):
     skip_bias: Any = None
 
 
-Needs, Slots = tuple[bool, ...], tuple[Slot | None, ...]
+Needs = tuple[bool, ...]
+Slots = tuple[Slot | None, ...]
 X, X2, NORM = 0, 1, slice(6)
 WEIGHT, BIAS, EMB, RESIDUAL, RESIDUAL2, SKIP_WEIGHT, SKIP_BIAS = range(6, 13)
 """Where inputs stand among those of `NormSiluConv2d`, and their gradients. The first six are the group norm's."""

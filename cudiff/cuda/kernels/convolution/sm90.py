@@ -13,7 +13,7 @@ from cudiff.cuda.kernels.convolution.problem import AFTERWARDS, DGRAD, EPILOGUE,
 from cudiff.cuda.kernels.shape import turned
 from cudiff.cuda.launch import Launch, blocks, empty
 from cudiff.cuda.select import Offer
-from cudiff.cuda.tensor_map import form_of, tensor_map
+from cudiff.cuda.tensor_map import form_of
 from cudiff.cuda.tiles import Planner
 from cudiff.statistics import ChannelStatistics, Kind, moments
 
@@ -394,7 +394,7 @@ class Configured:
         p, kernel, upsample, (n, height, columns) = ready.p, ready.p.kernel, ready.upsample, ready.images
         dtype, chunk, first = p.x.dtype, ROW_BYTES // p.x.dtype.itemsize, p.norm if ready.norm else (p.out,)
         self.ready, self.plan = ready, chosen
-        pitch, self.result_box = pitch_of(kernel[1], upsample), (1, min(rows, tile.pixels // 8 // cluster), 8, chunk)
+        pitch, result_box = pitch_of(kernel[1], upsample), (1, min(rows, tile.pixels // 8 // cluster), 8, chunk)
         halo_box = (1, 1, pitch // 2, 2, chunk) if upsample else (1, rows + kernel[0] - 1, pitch, chunk)
 
         def form(image: Image | None, box: tuple[int, ...], images: tuple[int, ...] = ready.images,
@@ -402,8 +402,8 @@ class Configured:
             return None if image is None else image.form(box, images, **options)
 
         self.x, self.x2 = (form(image, halo_box, ready.read, twice=upsample) for image in (p.x, p.x2))
-        self.out, self.out2 = (form(image, self.result_box, operand=False) for image in (p.out, p.x2))
-        read, box = (p.skip, (1, rows, 8, chunk)) if ready.skip else (p.norm if ready.norm else (), self.result_box)
+        self.out, self.out2 = (form(image, result_box, operand=False) for image in (p.out, p.x2))
+        read, box = (p.skip, (1, rows, 8, chunk)) if ready.skip else (p.norm if ready.norm else (), result_box)
         self.sources = [form(image, box, operand=False) for image in (*read, p.out, p.out)[:2]]
         kind = moments(dtype) if ready.moments else Kind.PRODUCTS if ready.norm else None
         tiles = tiles_of((*ready.images, 0), rows) * cluster
@@ -437,10 +437,8 @@ class Configured:
             skip_map = _weight_map(weight.data.ptr, weight.shape, weight.strides, weight.dtype)
         elif norm is not None and ready.norm:
             affine, groups, read = norm[3:], norm.mean.shape[1], norm[1:3]
-        elif addend is not None:
-            if addend.shape[:3] != ready.images:
-                addend = addend.reshape(*ready.images, addend.shape[-1])
-            first_map = tensor_map(addend, self.result_box, operand=False)
+        elif addend is not None:  # it lies as the result does
+            first_map = self.sources[0].at(addend.data.ptr)
         if read is not None:
             first_map = self.sources[0].at(read[0].data.ptr)
             second_map = self.sources[1].at((out if read[1] is None else read[1]).data.ptr)
