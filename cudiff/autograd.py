@@ -13,7 +13,7 @@ from cudiff.backend import Array, array_module, device_of, device_of_type, is_fl
 from cudiff.cuda.accumulate import add_into
 from cudiff.cuda.deferred import Queue, deferred
 from cudiff.function import Node, fitting_gradients, nodes_below
-from cudiff.gradient import Slot, State
+from cudiff.gradient import EMPTY, HOLDS, SHARED, Slot
 from cudiff.mode import mode
 from cudiff.precision import allow_tf32
 from cudiff.recompute import Recomputed, record_again
@@ -250,7 +250,7 @@ def _run_backward(node: Node, gradients: list[_Gradient], kind: type, targets: d
 
 def _array_to_add_to(slot: Slot | None) -> Array | None:
     """What a backward on the CPU gets as `into[i]`: the slot's array if that HOLDS a gradient, else None."""
-    if slot is None or slot.state is not State.HOLDS:
+    if slot is None or slot.state is not HOLDS:
         return None
     slot.whole = slot.array
     return slot.array
@@ -300,14 +300,14 @@ def _slots(node: Node, targets: dict[int, Tensor | _Gradient], queue: Queue) -> 
     for i, target in targets.items():
         if twice and (first := next(j for j, other in targets.items() if other is target)) < i:
             slot = into[first]
-            into[i] = slot if slot is not None and slot.state is State.HOLDS else None
+            into[i] = slot if slot is not None and slot.state is HOLDS else None
         elif isinstance(target, _Gradient):
             if target.array is not None:
                 elsewhere = i in node.function.adds_elsewhere
                 into[i] = _slot(target, elsewhere, elsewhere and ids.count(id(target)) == 1, queue)
         elif target._grad is not None:
             if target._grad_empty:
-                into[i] = Slot(target._grad, State.EMPTY)
+                into[i] = Slot(target._grad, EMPTY)
             else:
                 queue.before_write(target._grad)
                 into[i] = Slot(target._grad)
@@ -326,7 +326,7 @@ def _slot(target: _Gradient, adds_elsewhere: bool, alone: bool, queue: Queue) ->
         return None
     if adds_elsewhere and (target.pending is not None or queue.is_read(target.array)):
         queue.before_read(target.array)
-        return Slot(target.array, State.SHARED, target.pending)
+        return Slot(target.array, SHARED, target.pending)
     queue.before_write(target.array)  # it may be added to
     return Slot(target.array)
 

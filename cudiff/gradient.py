@@ -19,6 +19,9 @@ class State(enum.Enum):
     SHARED = enum.auto()
 
 
+EMPTY, HOLDS, SHARED = State  # a name of a module is found sooner than a member of an Enum
+
+
 class Slot:
     """The array for an input's gradient. If there is no array yet, a backward gets None instead of a slot.
 

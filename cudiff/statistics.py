@@ -23,6 +23,9 @@ class Kind(Enum):
         self.numbers = numbers
 
 
+SUMS, MOMENTS, CENTRED, PRODUCTS = Kind  # found sooner than by Kind, as in `cudiff.gradient`
+
+
 class ChannelStatistics(NamedTuple):
     """Sums over tiles of pixels. sums: float32 (N, tiles, C, kind.numbers), or (N, tiles, C) if the kind is SUMS. N is
     1 if a tile's pixels may be of several images."""

@@ -42,6 +42,18 @@ def hopper():
 
 
 @pytest.fixture
+def for_any_gpu(monkeypatch):
+    """for_any_gpu() has Hopper take the kernels for any GPU, until the test ends."""
+    from cudiff.cuda import select
+
+    def choose():
+        monkeypatch.setenv("CUDIFF_PORTABLE", "1")
+        monkeypatch.setattr(select, "_target", select._target.__wrapped__)  # which is asked once
+
+    return choose
+
+
+@pytest.fixture
 def streams():
     """Skips on the emulator of tests/emulator, whose kernels run one after another."""
     if EMULATED:

@@ -27,7 +27,7 @@ import numpy as np
 import cudiff
 from cudiff import Tensor, ops
 from cudiff.backend import cuda_status
-from cudiff.cuda import compiler, launch
+from cudiff.cuda import compiler, launch, select
 from cudiff.ops import optim
 from cudiff.ops.integer import integer
 from cudiff.ops.loss_scale import unscale
@@ -322,6 +322,7 @@ def run_all(only: str) -> int:
     launch.kernel = watched(lambda stem, name: print(f"@@ launch {stem} {name}", flush=True))
     for portable in ("0", "1"):  # Hopper's own kernels, then those for any GPU
         os.environ["CUDIFF_PORTABLE"] = portable
+        select._target.cache_clear()
         for name, job in jobs():
             if only in name:
                 print("@@ job", ("any GPU: " if int(portable) else "Hopper: ") + name, flush=True)

@@ -60,8 +60,6 @@ def _members(tensor: ast.ClassDef) -> list[str]:
     for name, method in sorted(vars(Tensor).items()):
         if name in own or getattr(method, "__module__", "") == "cudiff.tensor":
             continue
-        if name == "__getattr__":  # a type checker would take any name for an attribute
-            continue
         if isinstance(method, property):
             returns = inspect.signature(method.fget).return_annotation
             lines += ["@property", f"def {name}(self) -> {returns}: ..."]

@@ -8,7 +8,7 @@ import numpy as np
 
 from cudiff.backend import Array
 from cudiff.cuda.launch import blocks, empty, launch
-from cudiff.gradient import Slot, State
+from cudiff.gradient import HOLDS, SHARED, Slot
 
 
 def gradient_target(slot: Slot | None, shape: Any, dtype: Any) -> tuple[Array, bool]:
@@ -16,10 +16,10 @@ def gradient_target(slot: Slot | None, shape: Any, dtype: Any) -> tuple[Array, b
 
     This is the slot's array if it has this dtype and may be written to, else a new one of this shape and dtype.
     """
-    if slot is None or slot.state is State.SHARED or slot.array.dtype != dtype:
+    if slot is None or slot.state is SHARED or slot.array.dtype != dtype:
         return empty(shape, dtype), False
     slot.whole = slot.array
-    return slot.array, slot.state is State.HOLDS
+    return slot.array, slot.state is HOLDS
 
 
 def gradient_sum(slot: Slot | None, shape: Any, dtype: Any) -> tuple[Array, Array | None]:
@@ -33,7 +33,7 @@ def gradient_sum(slot: Slot | None, shape: Any, dtype: Any) -> tuple[Array, Arra
 
 def gradient_sums(slot: Slot | None, shape: Any, dtype: Any) -> tuple[Array, Array | None, Array | None]:
     """`gradient_sum` for a backward that can add two arrays to its result. The second, or None, is returned too."""
-    if slot is not None and slot.state is State.SHARED and slot.array.dtype == dtype:
+    if slot is not None and slot.state is SHARED and slot.array.dtype == dtype:
         slot.whole = empty(shape, dtype)
         return slot.whole, slot.array, slot.pending
     target, add = gradient_target(slot, shape, dtype)

@@ -138,7 +138,7 @@ def _share(one: _Range, other: _Range) -> bool:
 
 def _range_of(array: Any) -> _Range:
     start, size = array.data.ptr, array.nbytes
-    if array.flags.c_contiguous or not size:
+    if array.base is None or array.flags.c_contiguous or not size:  # flags take longer
         return start, start + size, 0, 0
     down, *across = ((n - 1) * stride for n, stride in zip(array.shape, array.strides, strict=True))
     width = array.itemsize + sum(across)

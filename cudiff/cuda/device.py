@@ -19,9 +19,7 @@ from cudiff.errors import CudiffError
 @functools.cache
 def library() -> ctypes.CDLL:
     """The CUDA driver's library."""
-    driver = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
-    driver.cuLaunchKernelEx.argtypes = [ctypes.c_void_p] * 4
-    return driver
+    return ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
 
 
 @functools.cache

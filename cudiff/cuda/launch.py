@@ -80,23 +80,26 @@ def pack(args: Sequence[Any]) -> tuple[list[Kind], list[Any]]:
     """
     kinds: list[Kind] = list(map(type, args))
     values = list(args)
-    for i in _others(*kinds):
-        arg = args[i]
-        if arg is None:
-            values[i] = 0
-        elif kinds[i] is bytes:
-            kinds[i] = len(arg)
-        elif kinds[i] is np.ndarray:
-            kinds[i], values[i] = arg.nbytes, arg.tobytes()
-        else:
-            kinds[i], values[i] = arg.dtype, arg.data.ptr
+    nones, tables, arrays = _places(*kinds)
+    for i in nones:
+        values[i] = 0
+    for i in tables:
+        values[i] = table = args[i] if kinds[i] is bytes else args[i].tobytes()
+        kinds[i] = len(table)
+    for i in arrays:
+        array = args[i]
+        kinds[i], values[i] = array.dtype, array.data.ptr
     return kinds, values
 
 
 @functools.cache
-def _others(*kinds: type) -> list[int]:
-    """The places of the arguments that `struct` does not take as they are."""
-    return [i for i, kind in enumerate(kinds) if kind not in _PACKED or kind is type(None)]
+def _places(*kinds: type) -> tuple[list[int], ...]:
+    """The places of None, of bytes and tables, and of CuPy arrays, which `struct` does not take as they are."""
+    places: tuple[list[int], ...] = [], [], []
+    for i, kind in enumerate(kinds):
+        if kind not in _PACKED or kind is type(None):
+            places[0 if kind is type(None) else 1 if kind in (bytes, np.ndarray) else 2].append(i)
+    return places
 
 
 def as_float32(values: Sequence[Any]) -> list[Any]:
@@ -137,7 +140,7 @@ class Kernel:
         # Set once, to the most that a block may have: if each launch set it, one thread could lower it for another.
         function.max_dynamic_shared_size_bytes = self._limits.of_block - self._static
         self._function = function  # keeps the cubin loaded
-        self._address = function.kernel.ptr
+        self._address = ctypes.c_void_p(function.kernel.ptr)
         self._overlaps = int(overlaps and self._limits.capability >= 90)
         self._configs: dict[tuple, ctypes.Array] = {}  # by all that one depends on
 
@@ -204,7 +207,7 @@ class Launch:
                  cooperative: bool = False, **constants: Any):
         self._stem, self._name, self._constants = stem, name, constants
         self._grid, self._block, self._shared, self._cooperative = grid, block, shared, cooperative
-        self._loaded: dict[tuple, Kernel] = {}  # by device, and by what finds kernels: a profile puts its own in place
+        self._loaded: dict[tuple, Any] = {}  # by device, and by what finds kernels: a profile puts its own in place
 
     def __call__(self, *args: Any) -> None:
         place = get_cupy().cuda.runtime.getDevice(), kernel
@@ -212,7 +215,7 @@ class Launch:
         if found is None:
             found = kernel(self._stem, self._name, **self._constants)
             if isinstance(found, Kernel):  # not where kernels are compiled ahead
-                self._loaded[place] = found
+                self._loaded[place] = found = found.__call__  # a bound method is called faster
         _thread.launches += 1
         found(self._grid, self._block, args, self._shared, self._cooperative)
 

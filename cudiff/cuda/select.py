@@ -34,16 +34,17 @@ class Target(NamedTuple):
 def current_target() -> Target:
     """The target of the current device. Its architecture is "sm_90a" if the kernels in files named _sm90 may run.
 
-    CUDIFF_PORTABLE=1 in the environment switches these off: the kernels for any GPU run instead. So does a driver older
-    than 530, because some of them have more than 4 KiB of arguments, which it does not support.
+    CUDIFF_PORTABLE=1 in the environment, when the first kernel is chosen, switches these off: the kernels for any GPU
+    run instead. So does a driver older than 530, because some of them have more than 4 KiB of arguments, which it does
+    not support.
     """
-    return _target(get_cupy().cuda.runtime.getDevice(), os.environ.get("CUDIFF_PORTABLE") == "1")
+    return _target(get_cupy().cuda.runtime.getDevice())
 
 
 @functools.cache
-def _target(ordinal: int, portable: bool) -> Target:
+def _target(ordinal: int) -> Target:
     found = device(ordinal)
-    portable = portable or driver_version() < _CUDA_OF_DRIVER_530
+    portable = os.environ.get("CUDIFF_PORTABLE") == "1" or driver_version() < _CUDA_OF_DRIVER_530
     architecture = found.architecture.replace("compute", "sm").removesuffix("a" if portable else "")
     return Target(found.name, architecture, found.multiprocessors)
 

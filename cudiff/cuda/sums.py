@@ -12,7 +12,7 @@ import struct
 from cudiff.backend import Array, float32
 from cudiff.cuda.deferred import LaunchType, enqueue
 from cudiff.cuda.launch import empty, launch
-from cudiff.statistics import ChannelStatistics, Kind
+from cudiff.statistics import SUMS, ChannelStatistics, Kind
 
 MAX_BATCH = 64  # sums in one launch
 TERMS = 8  # rows that a thread adds at a time, the same number as in kernels/portable/accumulate.cu
@@ -26,7 +26,7 @@ _NO_SUM = _ROW_SUM.pack(*[0] * 11, 2**31 - 1)
 def empty_statistics(kind: Kind, images: int, tiles: int, channels: int) -> ChannelStatistics:
     """Uninitialised statistics for a kernel to write. MOMENTS and CENTRED are structs of channel_statistics.cuh."""
     shape = images, tiles, channels, kind.numbers
-    return ChannelStatistics(kind, empty(shape[:3] if kind is Kind.SUMS else shape, float32))
+    return ChannelStatistics(kind, empty(shape[:3] if kind is SUMS else shape, float32))
 
 
 _RowSum = tuple[Array, Array, int, int, int, bool]
@@ -55,12 +55,13 @@ def add_parts(parts: Array, out: Array, add: bool) -> None:
 def _launch(batch: list[_RowSum]) -> None:
     table, grid = b"", 0
     for source, out, width, step, offset, add in batch:
-        rows, places = source.size // (out.size * step), (source.data.ptr + 4 * offset, out.data.ptr)
-        columns, pitch = (out.size, 0) if out.flags.c_contiguous else (out.size // len(out), out.strides[0] // 4)
+        size, places = out.size, (source.data.ptr + 4 * offset, out.data.ptr)
+        rows, contiguous = source.size // (size * step), out.ndim == 1 or out.flags.c_contiguous
+        columns, pitch = (size, 0) if contiguous else (size // len(out), out.strides[0] // 4)
         whole = step == 1 and width % 4 == columns % 4 == pitch % 4 == 0 and math.gcd(*places) % 16 == 0
         pack, lanes = 4 if whole else 1, min(LANES, 1 << ((rows - 1) // TERMS).bit_length())
-        table += _ROW_SUM.pack(*places, rows, out.size, width, step, columns, pitch, add, lanes, pack, grid)
-        grid += -(-out.size // (256 // lanes * pack))
+        table += _ROW_SUM.pack(*places, rows, size, width, step, columns, pitch, add, lanes, pack, grid)
+        grid += -(-size // (256 // lanes * pack))
     table += _NO_SUM * (MAX_BATCH - len(batch))
     launch("accumulate", "sum_rows", grid, 256, (table,), TOTAL=float32, TERM=float32)
 

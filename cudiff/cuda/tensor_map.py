@@ -51,24 +51,26 @@ def tensor_map(array: Array, box: tuple[int, ...], operand: bool = True, twice: 
     whether float32 is rounded to tf32 by the copy. twice: the array gets an axis of length 2 and stride 0 before its
     last one, which repeats each line; the box has it too. Raises CudiffError if the driver refuses.
     """
-    return map_at(array.data.ptr, *form_of(array.shape, array.dtype, box, operand, twice, swizzled,
-                                            strides=array.strides))
+    return form_of(array.shape, array.dtype, box, operand, twice, swizzled, strides=array.strides).at(array.data.ptr)
 
 
-Form = tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...], int]
-"""All of a tensor map but the address: the driver's number of the type, shape, strides, box, the number of the swizzle.
-"""
+class Form:
+    """All of a tensor map but the address. at(address): the bytes of the map there."""
+
+    def __init__(self, **of: Any) -> None:
+        self.at = functools.lru_cache(maxsize=256)(functools.partial(map_at, **of))
 
 
 @functools.lru_cache(maxsize=4096)
 def form_of(shape: tuple[int, ...], dtype: np.dtype, box: tuple[int, ...], operand: bool = True, twice: bool = False,
-            swizzled: bool = True, *, strides: tuple[int, ...]) -> Form:
-    """That of `tensor_map` of an array of this shape, dtype and these strides."""
+            swizzled: bool = True, windows: Windows | None = None, *, strides: tuple[int, ...]) -> Form:
+    """That of `tensor_map`, or `windows_map`, of an array of this shape, dtype and these strides."""
     steps = _steps(shape, strides)
     if twice:
         shape, steps = (*shape[:-1], 2, shape[-1]), (*steps, 0)
     kind = _TFLOAT32 if operand and dtype == float32 else _TYPES[dtype]
-    return kind, shape, steps, box, _SWIZZLES[box[-1] * dtype.itemsize] if swizzled else 0
+    swizzle = _SWIZZLES[box[-1] * dtype.itemsize] if swizzled else 0
+    return Form(kind=kind, shape=shape, strides=steps, box=box, swizzle=swizzle, windows=windows)
 
 
 def two_maps(array: Array, box: tuple[int, ...], second: tuple[int, ...]) -> bytes:
@@ -79,14 +81,14 @@ def two_maps(array: Array, box: tuple[int, ...], second: tuple[int, ...]) -> byt
 @functools.lru_cache(maxsize=4096)
 def _two(pointer: int, shape: tuple[int, ...], dtype: np.dtype, strides: tuple[int, ...],
          *boxes: tuple[int, ...]) -> bytes:
-    return b"".join([map_at(pointer, *form_of(shape, dtype, box, strides=strides)) for box in boxes])
+    return b"".join([form_of(shape, dtype, box, strides=strides).at(pointer) for box in boxes])
 
 
 def windows_map(images: Array, windows: Windows, at_once: int) -> bytes:
     """An "im2col" CUtensorMap, for boxes of 64 channels of one tap of `at_once` windows. images: CUDA (N, H, W, C) of
     16 bits, whose pixels may have any strides that are multiples of 16 bytes."""
     box = at_once, 128 // images.dtype.itemsize
-    return map_at(images.data.ptr, *form_of(images.shape, images.dtype, box, strides=images.strides), windows)
+    return form_of(images.shape, images.dtype, box, windows=windows, strides=images.strides).at(images.data.ptr)
 
 
 def _steps(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
@@ -96,10 +98,9 @@ def _steps(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
                   for size, stride in zip(shape, strides[:-1], strict=False)])
 
 
-@functools.lru_cache(maxsize=4096)
 def map_at(pointer: int, kind: int, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...],
-           swizzle: int, windows: Windows | None = None) -> bytes:
-    """The map of a `Form`, and of windows, of the array at an address."""
+           swizzle: int, windows: Windows | None) -> bytes:
+    """The map of an array at an address. kind, swizzle: the driver's numbers of the type and of the swizzle."""
     rank = len(shape)
 
     def reversed_array(of: Any, values: tuple[int, ...]) -> ctypes.Array:

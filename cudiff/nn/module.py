@@ -122,14 +122,15 @@ class Module:
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Raises TypeError for what would silently not be trained, RuntimeError before `Module.__init__` was called."""
-        if name != "_buffers" and "_buffers" not in vars(self):
+        own = vars(self)
+        if name != "_buffers" and "_buffers" not in own:
             raise RuntimeError(f"{type(self).__name__}: call super().__init__() before '{name}' is set")
-        if isinstance(vars(self).get(name), Parameter) and not isinstance(value, Parameter | None):
+        if isinstance(before := own.get(name), Parameter) and not isinstance(value, Parameter | None):
             raise TypeError(f"{name} is a Parameter: set {name}.data to new values, or {name} to a Parameter or None")
         if name == "requires_grad":
             raise TypeError("a Module is frozen by requires_grad_(False), and trained again by requires_grad_()")
         _require_names(name, value)
-        if name in vars(self).get("_buffers", ()):
+        if name in own.get("_buffers", ()):
             if isinstance(value, Module | Parameter):
                 raise TypeError(f"{name} is a buffer: give the {type(value).__name__} another name")
             buffer = self._buffers[name]
@@ -138,8 +139,7 @@ class Module:
                 raise ValueError(f"{name} is a buffer of shape {buffer.shape}, not {array.shape}")
             self._set_buffer(name, buffer, array)
             return
-        before = vars(self).get(name)
-        if _decides(name, vars(self).get(name, getattr(type(self), name, _NONE)), value):
+        if _decides(name, own.get(name, getattr(type(self), name, _NONE)), value):
             record_again()  # a captured function holds the old one
         super().__setattr__(name, value)
         if isinstance(value, Module | Parameter) or isinstance(before, Module | Parameter):

@@ -75,7 +75,8 @@ def add_to(tensor: type[Tensor], operations: Mapping[str, Any]) -> None:
     given |= {"__divmod__": _divmod, "__rdivmod__": _rdivmod}
     given |= {"__eq__": _equality(operations["equal"]), "__ne__": _equality(operations["not_equal"])}
     given |= {"__getitem__": operations["getitem"], "reshape": reshape, "transpose": transpose}
-    given |= {"__getattr__": _unknown, "__setitem__": _refuse_assignment}
+    given |= {name: _Missing(name) for name in PYTORCH} | {"__setitem__": _refuse_assignment}
+    given |= {"__dir__": lambda x: sorted(set(object.__dir__(x)) - set(PYTORCH))}
     given |= {"at": property(operations["at"], doc=operations["at"].__doc__)}
     given |= {"T": property(operations["transpose"], doc="The axes in reversed order, copied.")}
     given |= {"__array_ufunc__": _array_ufunc, "__array_function__": _array_function}
@@ -134,10 +135,14 @@ def _equality(operation: Callable[[Any, Any], Tensor]) -> Callable[[Tensor, Any]
     return method
 
 
-def _unknown(x: Tensor, name: str) -> Any:
-    """An attribute that a tensor does not have: raises AttributeError."""
-    instead = f": write {PYTORCH[name]}" if name in PYTORCH else ""
-    raise AttributeError(f"a Tensor has no '{name}'{instead}", name=name, obj=x)
+class _Missing:
+    """An attribute that a tensor does not have. With a `__getattr__` for them a Tensor's own would take longer."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, x: Tensor | None, owner: type[Tensor]) -> Any:
+        raise AttributeError(f"a Tensor has no '{self.name}': write {PYTORCH[self.name]}", name=self.name, obj=x)
 
 
 def _refuse_assignment(x: Tensor, index: Any, value: Any) -> None:

@@ -14,9 +14,9 @@ from tests.check import TOLERANCE, assert_close, check_op, relative_error
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(2, 49, 3, 32), (1, 130, 2, 24), (2, 256, 6, 32), (1, 300, 2, 64), (1, 129, 1, 8)])
-def test_portable_kernels(device, rng, monkeypatch, shape):
+def test_portable_kernels(device, rng, for_any_gpu, shape):
     """What other GPUs take, on Hopper too."""
-    monkeypatch.setenv("CUDIFF_PORTABLE", "1")
+    for_any_gpu()
     q, k, v = rng.standard_normal((3, *shape))
     check_op(attention, q, k, v, device=device, dtypes=("bfloat16", "float16"))
 

@@ -310,12 +310,12 @@ def test_tf32_rounds_and_float32_does_not(rng):
 
 
 @pytest.fixture
-def only(monkeypatch):
+def only(monkeypatch, for_any_gpu):
     """only(tile, splits=1): all products are of that tile, so cut, by the kernels for any GPU."""
     plans = plan.plans
 
     def choose(tile, splits=1):
-        monkeypatch.setenv("CUDIFF_PORTABLE", "1")
+        for_any_gpu()
         monkeypatch.setattr(plan, "plans", lambda *problem: [p for p in plans(*problem) if p[:2] == (tile, splits)])
         plan.forget()
 

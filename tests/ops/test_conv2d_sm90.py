@@ -65,7 +65,7 @@ TOLERANCES = {ml_dtypes.bfloat16: (4e-3, 1e-5), np.float16: (6e-4, 1e-5), np.flo
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=["bf16", "fp16", "tf32"])
 @pytest.mark.parametrize("shape, kernel", SHAPES, ids=str)
-def test_against_numpy_and_the_portable_kernels(hopper, monkeypatch, rng, shape, kernel, dtype):
+def test_against_numpy_and_the_portable_kernels(hopper, for_any_gpu, rng, shape, kernel, dtype):
     padding = (kernel[1] // 2, kernel[2] // 2)
     shapes = (shape, (*kernel, shape[3]), kernel[:1], (*shape[:3], kernel[0]))
     arrays = [rng.standard_normal(s).astype(dtype) for s in shapes]
@@ -89,7 +89,7 @@ def test_against_numpy_and_the_portable_kernels(hopper, monkeypatch, rng, shape,
         return True
 
     assert leaves_sums()
-    monkeypatch.setenv("CUDIFF_PORTABLE", "1")
+    for_any_gpu()
     size = math.prod(shape[:3]), kernel[0], math.prod(kernel[1:]) * shape[3], 1
     split = product.plan(*product.problem_of(arrays[0].dtype, size, products=1, aligned=True)).splits > 1
     assert leaves_sums() or split or math.prod(shape[1:3]) % 64 > 0

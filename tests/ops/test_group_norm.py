@@ -68,9 +68,9 @@ def test_group_norm(device, rng, shape, channels2, num_groups, silu, modulated):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape, channels2, num_groups", [*CASES, ((2, 9, 7, 132), 0, 4)])
-def test_group_norm_by_the_kernels_for_every_gpu(monkeypatch, rng, shape, channels2, num_groups):
+def test_group_norm_by_the_kernels_for_every_gpu(for_any_gpu, rng, shape, channels2, num_groups):
     """Packs of channels that do not divide a warp; of the last shape a chunk that ends beyond the last channel."""
-    monkeypatch.setenv("CUDIFF_PORTABLE", "1")
+    for_any_gpu()
     check_op(
         lambda x, x2, w, b, scale, shift: group_norm(x, w, b, num_groups, 1e-5, True, scale, shift, x2),
         *inputs(rng, shape, channels2, True), device="cuda", dtypes=("float32", "bfloat16"), fp32_inputs=(2, 3, 4, 5),
@@ -129,10 +129,10 @@ def test_silu_of_a_large_negative_argument_is_zero(device):
 
 @pytest.mark.parametrize("pixels", [(3, 3), (1, 1)])
 @pytest.mark.parametrize("portable", [False, True])
-def test_the_gradients_of_parameters_alone(device, rng, monkeypatch, pixels, portable):
+def test_the_gradients_of_parameters_alone(device, rng, for_any_gpu, pixels, portable):
     """No pass for dx adds up an image's sums on the way."""
     if portable:
-        monkeypatch.setenv("CUDIFF_PORTABLE", "1")
+        for_any_gpu()
     x, _, weight, bias, scale, shift = inputs(rng, (2, *pixels, 16), 0, True)
 
     def norm(weight, bias, scale, shift):
@@ -199,10 +199,10 @@ def partial_sums(x, tiles, centred):
 ])
 @pytest.mark.parametrize("given", [(True, True), (True, False), (False, True)])
 @pytest.mark.parametrize("centred", [(False, False), (True, True), (False, True)])
-def test_statistics_that_come_with_images_save_a_pass(monkeypatch, rng, given, centred, shape, channels2, num_groups,
+def test_statistics_that_come_with_images_save_a_pass(for_any_gpu, rng, given, centred, shape, channels2, num_groups,
                                                       tiles, portable):
     if portable:
-        monkeypatch.setenv("CUDIFF_PORTABLE", "1")
+        for_any_gpu()
     x, x2, weight, bias, _, _ = inputs(rng, shape, channels2, False)
     tensors = [Tensor(a.astype(np.float32), device="cuda") for a in (x, x2, weight, bias)]
     expected = group_norm(*(Tensor(a) for a in (x, weight, bias)), num_groups, x2=Tensor(x2)).numpy()
@@ -224,10 +224,10 @@ def batch_norm_of(x, weight, bias):
 @pytest.mark.parametrize("image", [(64, 64), (8, 8), (12, 13)], ids=str)
 @pytest.mark.parametrize("norm", [lambda x, *affine: group_norm(x, *affine, 8), batch_norm_of])
 @pytest.mark.parametrize("kind", ["fp32", "tf32", "pooled", "upsampled"])
-def test_a_large_mean_behind_a_producer_costs_no_digits(monkeypatch, rng, kind, norm, image, portable):
+def test_a_large_mean_behind_a_producer_costs_no_digits(for_any_gpu, rng, kind, norm, image, portable):
     """Its sums are not around 0, where the variance would be off by 1 %."""
     if portable:
-        monkeypatch.setenv("CUDIFF_PORTABLE", "1")
+        for_any_gpu()
     arrays = rng.standard_normal((2, *image, 16)), rng.standard_normal((16, 3, 3, 16)) / 12, np.full(16, 1000.0)
     x, weight, bias = (Tensor(a.astype(np.float32), device="cuda") for a in arrays)
     if kind in ("fp32", "tf32"):

@@ -192,14 +192,14 @@ def test_an_attention_block_between_norms(device, rng):
 @pytest.mark.parametrize("kernel", [(), (1, 1), (3, 3)])
 @pytest.mark.parametrize("portable", [False, True])
 @pytest.mark.parametrize("dtype, tf32", [(bfloat16, False), (np.dtype("float32"), True), (np.dtype("float32"), False)])
-def test_a_convolution_leaves_each_images_sums(monkeypatch, rng, dtype, tf32, portable, kernel, channels, image):
+def test_a_convolution_leaves_each_images_sums(for_any_gpu, rng, dtype, tf32, portable, kernel, channels, image):
     """But where a tile holds rows of two images, in float32 on Hopper, and where the result is of copies with channels
     of zeros, as 3x3 taps of 20 channels of 16 bits; a linear layer's gradient is in its weight's shape.
 
     TMA reads 64 channels, and 20 of float32, but not 20 of 16 bits, for which conv2d.cu is taken on every GPU.
     """
     if portable:
-        monkeypatch.setenv("CUDIFF_PORTABLE", "1")
+        for_any_gpu()
     x = Tensor(rng.standard_normal((3, *image, channels)), dtype=dtype, device="cuda")
     weight = rng.standard_normal((72, *kernel, channels)) / np.sqrt(channels)
     weight = Parameter(Tensor(weight, dtype="float32", device="cuda").data, low=True)

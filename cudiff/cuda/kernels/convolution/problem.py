@@ -161,8 +161,8 @@ def problem_of(direction: str, given: Operands, stride: Pair = (1, 1), padding: 
 
 def _weight(array: Array) -> tuple[tuple[int, ...], bool, bool]:
     """The fields of an array's `Weight`."""
-    shape = array.shape
-    return shape, (array.data.ptr | shape[-1] * array.itemsize | array.strides[0]) % 16 == 0, array.flags.c_contiguous
+    shape, pitch = array.shape, array.strides[0]  # its rows are contiguous, maybe slices of longer rows
+    return shape, (array.data.ptr | shape[-1] * array.itemsize | pitch) % 16 == 0, pitch * shape[0] == array.nbytes
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from cudiff.cuda.kernels.convolution.problem import AFTERWARDS, DGRAD, EPILOGUE,
 from cudiff.cuda.kernels.shape import turned
 from cudiff.cuda.launch import Launch, blocks, empty
 from cudiff.cuda.select import Offer
-from cudiff.cuda.tensor_map import form_of, map_at
+from cudiff.cuda.tensor_map import form_of
 from cudiff.cuda.tiles import Planner
 from cudiff.statistics import ChannelStatistics, Kind, moments
 
@@ -426,13 +426,13 @@ class Configured:
 
     def __call__(self, given: Operands, weight: Array, addend: Array | None) -> ChannelStatistics | None:
         ready, (x, _, out, (bias, emb, *_), x2, skip, norm, _) = self.ready, given
-        x_map = x2_map = map_at(x.data.ptr, *self.x)
+        x_map = x2_map = self.x.at(x.data.ptr)
         weight_maps = skip_maps = _weight_maps(weight.data.ptr, weight.shape, weight.strides, weight.dtype, self.last)
-        first_map = second_map = out_map = out2_map = map_at(out.data.ptr, *self.out)
+        first_map = second_map = out_map = out2_map = self.out.at(out.data.ptr)
         if x2 is not None and ready.p.direction == DGRAD:
-            out2_map = map_at(x2.data.ptr, *self.out2)
+            out2_map = self.out2.at(x2.data.ptr)
         elif x2 is not None:
-            x2_map = map_at(x2.data.ptr, *self.x2)
+            x2_map = self.x2.at(x2.data.ptr)
         skip_bias, affine, groups, read = None, _NO_NORM, 1, None
         if skip is not None and ready.skip:
             weight, skip_bias, read = skip.weight, skip.bias, skip[:2]
@@ -442,11 +442,11 @@ class Configured:
         elif addend is not None:
             if addend.shape[:3] != ready.images:
                 addend = addend.reshape(*ready.images, addend.shape[-1])
-            first_map = map_at(addend.data.ptr, *form_of(addend.shape, addend.dtype, self.result_box, operand=False,
-                                                         strides=addend.strides))
+            form = form_of(addend.shape, addend.dtype, self.result_box, operand=False, strides=addend.strides)
+            first_map = form.at(addend.data.ptr)
         if read is not None:
-            first_map = map_at(read[0].data.ptr, *self.sources[0])
-            second_map = map_at((out if read[1] is None else read[1]).data.ptr, *self.sources[1])
+            first_map = self.sources[0].at(read[0].data.ptr)
+            second_map = self.sources[1].at((out if read[1] is None else read[1]).data.ptr)
         statistics = parts = workspace = None
         if self.statistics is not None:
             kind, shape = self.statistics
@@ -468,7 +468,7 @@ def _weight_maps(pointer: int, shape: tuple[int, ...], strides: tuple[int, ...],
     steps = strides[0], c * dtype.itemsize if rows == columns == 1 else strides[2], 0
     forms = (form_of((k, rows * columns, c), dtype, (box, 1, ROW_BYTES // dtype.itemsize), strides=steps)
              for box in (CHANNELS, last))
-    return [map_at(pointer, *form) for form in forms]
+    return [form.at(pointer) for form in forms]
 
 
 _NO_NORM = (None,) * 6

@@ -27,10 +27,10 @@ from cudiff.cuda.kernels.convolution.sm90 import (
     takes_second_source,
 )
 from cudiff.cuda.kernels.shape import padded
-from cudiff.cuda.launch import Launch, address, blocks, empty, launch
+from cudiff.cuda.launch import Launch, blocks, empty, launch
 from cudiff.cuda.select import Offer
 from cudiff.cuda.sums import add_parts
-from cudiff.cuda.tensor_map import map_at, tensor_map
+from cudiff.cuda.tensor_map import tensor_map
 from cudiff.cuda.tiles import Planner
 
 MAX_BATCH = 16  # gradients in a launch: they take 7 of the 32 KiB that its arguments may have
@@ -152,7 +152,7 @@ class Configured:
             self.rows.append((x, x2, out, first, channels, outputs, ready.x.shape[3]))
             first += _blocks(ready.p.weight.shape, taps, across)
         count = 1 if len(all_ready) == 1 else MAX_BATCH
-        self.rest, self.table = _NO_ROW * (count - len(all_ready)), _TABLES[count]
+        self.rest = _NO_ROW * (count - len(all_ready))
         self.numbers = n, height, columns, kernel[1], rows, width, stages
         self.launch = Launch(
             "conv2d_wgrad_sm90", "conv2d_wgrad_sm90", (first, 1, splits), (160 if taps == 1 else 512,), shared,
@@ -164,13 +164,13 @@ class Configured:
         table, outs = b"", []
         for one, (x, x2, dout, first, channels, outputs, split) in zip(batch, self.rows, strict=True):
             out, pitch = _sums(one.weight, self.sums)
-            table += _PACKED.pack(
-                map_at(one.x.data.ptr, *x), map_at((one.x if one.x2 is None else one.x2).data.ptr, *x2),
-                map_at(one.out.data.ptr, *dout), address(out), pitch, first, one.add and self.sums == 1, channels,
-                outputs, split,
+            table += _ROW.pack(
+                x.at(one.x.data.ptr), x2.at((one.x if one.x2 is None else one.x2).data.ptr),
+                dout.at(one.out.data.ptr), out.data.ptr, pitch, first, one.add and self.sums == 1, channels, outputs,
+                split,
             )
             outs.append(out)
-        self.launch(np.frombuffer(table + self.rest, self.table), *self.numbers)
+        self.launch(table + self.rest, *self.numbers)
         if self.sums > 1:
             for one, out in zip(batch, outs, strict=True):
                 add_parts(out, one.weight, one.add)
@@ -178,13 +178,9 @@ class Configured:
 
 _configured = functools.lru_cache(maxsize=4096)(Configured)
 _WGRADS = LaunchType(_launch, MAX_BATCH, PENDING_BYTES, rank=0)
-_ROW = np.dtype({
-    "names": ["x", "x2", "dout", "out", "pitch", "first", "add", "channels", "outputs", "split"],
-    "formats": [(np.uint64, 16)] * 3 + ["u8", "i8"] + ["i4"] * 5, "itemsize": 448,
-})
-_PACKED = struct.Struct("=128s128s128sQq5i28x")
-_NO_ROW = _PACKED.pack(b"", b"", b"", 0, 0, 2**31 - 1, 0, 0, 0, 0)
-_TABLES = {count: np.dtype([("jobs", _ROW, count)]) for count in (1, MAX_BATCH)}
+_ROW = struct.Struct("=128s128s128sQq5i28x")
+"""x, x2, dout, out, pitch, first block, add, channels, outputs, split: Job of conv2d_wgrad_sm90.cu."""
+_NO_ROW = _ROW.pack(b"", b"", b"", 0, 0, 2**31 - 1, 0, 0, 0, 0)
 
 
 @functools.cache
@@ -277,7 +273,8 @@ def wgrad_tf32(x: Array, dout: Array, dweight: Array, add: bool, splits: int = 0
         "conv2d_wgrad_tf32_sm90", "conv2d_wgrad_tf32_sm90", (grid, splits), 256,
         (
             tensor_map(x, (1, rows + taps - 1, pitch_x, 32)), tensor_map(dout, (1, rows, width, 32)),
-            out, pitch, add and splits == 1, n, height, columns, channels, outputs, rows, width, pitch_x, stages,
+            out, np.int64(pitch), add and splits == 1, n, height, columns, channels, outputs, rows, width, pitch_x,
+            stages,
         ),
         shared, R=taps, COLUMNS=across, PIXELS=rows * width,
     )
@@ -302,12 +299,12 @@ def _pitch(width: int, taps: int) -> int:
     return blocks(width + taps - 1, 8) * 8
 
 
-def _sums(dweight: Array, count: int) -> tuple[Array, np.int64]:
+def _sums(dweight: Array, count: int) -> tuple[Array, int]:
     """The array for `count` partial sums, dweight itself for one, and the pitch of its rows in floats."""
     if count == 1:
-        return dweight, np.int64(dweight.strides[0] // 4)
+        return dweight, dweight.strides[0] // 4
     size = dweight.size // len(dweight)
-    return empty((count, len(dweight), size), float32), np.int64(size)
+    return empty((count, len(dweight), size), float32), size
 
 
 def _whole(x: Array) -> Array:

@@ -14,7 +14,7 @@ from cudiff.cuda.kernels.norm.problem import Backward, Forward, Problem, kernel_
 from cudiff.cuda.launch import Launch, blocks, empty, launch
 from cudiff.cuda.select import Offer
 from cudiff.cuda.sums import add_rows, empty_statistics
-from cudiff.statistics import Kind
+from cudiff.statistics import CENTRED, PRODUCTS
 
 _FEW_TILES, _FEW_SUMS = 64, 2048  # of an image and of a group: see `_adds_itself`
 _SILU_DONE = 2  # an `activation` of input_gradients: dy is d_preact already
@@ -83,11 +83,11 @@ def _statistics_of(given: Forward, p: Problem) -> tuple:
             constants = kernel_constants(source)
             pack = 16 // source.dtype.itemsize if constants["VEC"] else 1
             tiles, chunks, across = tiling(p.images, p.pixels, width, pack, multiprocessors(), arrays=1)
-            statistics = empty_statistics(Kind.CENTRED, p.images, tiles, width)
+            statistics = empty_statistics(CENTRED, p.images, tiles, width)
             launch("group_norm", "statistics", (p.images * tiles, chunks), 256,
                    (source, statistics.sums, p.pixels, width, tiles, across), **constants)
         operands += [None, False, 0] if statistics is None else [
-            statistics.sums, statistics.kind is Kind.CENTRED, statistics.tiles
+            statistics.sums, statistics.kind is CENTRED, statistics.tiles
         ]
     return tuple(operands)
 
@@ -114,7 +114,7 @@ class BackwardPasses:
         modulation = (totals, *given.dscale, *given.dshift)
         activation = _SILU_DONE if given.silu and statistics is not None else int(given.silu)
         if statistics is None:
-            statistics = empty_statistics(Kind.PRODUCTS, p.images, self.tiles, p.channels)
+            statistics = empty_statistics(PRODUCTS, p.images, self.tiles, p.channels)
             self.sum(statistics.sums, given.dy, given.x, given.x2, *affine, *sizes, given.silu)
         means, sums, count = None, statistics.sums, statistics.tiles
         applies = given.needs[0] or given.needs[1] or given.y is not None

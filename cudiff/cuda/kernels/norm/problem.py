@@ -10,7 +10,7 @@ import numpy as np
 
 from cudiff.backend import Array, float32
 from cudiff.cuda.sums import empty_statistics
-from cudiff.statistics import ChannelStatistics, Kind
+from cudiff.statistics import SUMS, ChannelStatistics
 
 
 class Problem(NamedTuple):
@@ -105,7 +105,7 @@ class Backward(NamedTuple):
         arrays: list[Array | None] = [None, None]
         for i, width in enumerate((p.channels1, p.channels2)):
             if self.needs[i]:
-                self.din_statistics[i] = statistics = empty_statistics(Kind.SUMS, p.images, tiles, width)
+                self.din_statistics[i] = statistics = empty_statistics(SUMS, p.images, tiles, width)
                 arrays[i] = statistics.sums
         return arrays[0], arrays[1]
 

@@ -16,7 +16,7 @@ from cudiff.cuda.kernels.norm.portable import affine_gradients
 from cudiff.cuda.kernels.norm.problem import Backward, Forward, Problem
 from cudiff.cuda.launch import Launch, blocks, empty
 from cudiff.cuda.select import Offer
-from cudiff.cuda.tensor_map import Form, form_of, map_at
+from cudiff.cuda.tensor_map import Form, form_of
 from cudiff.cuda.tiles import Planner
 
 THREADS, _BOXES, _SHARED_BYTES = 512, 64, 226 << 10  # of a block, the last two at most; 1 KiB is for barriers
@@ -211,7 +211,7 @@ class ClusterLaunch:
 
     def __call__(self, given: Forward) -> None:
         y, mean, rstd, x, x2, weight, bias, scale, shift, _, eps, silu = given
-        maps = map_at(x.data.ptr, *self.x), map_at((x if x2 is None else x2).data.ptr, *self.x2)
+        maps = self.x.at(x.data.ptr), self.x2.at((x if x2 is None else x2).data.ptr)
         self.launch(*maps, y, mean, rstd, weight, bias, scale, shift, *self.sizes, silu, self.plan.kept, self.share,
                     eps)
 
@@ -250,9 +250,9 @@ class SharedLaunch:
         own_sums = given.make_sums(p, plan.parts)
         totals = empty((p.images, p.channels, 2), float32) if weights and not self.adding else None
         workspace = exchange_workspace() if (weights and self.adding) or plan.parts > 1 else None
-        second = map_at((x if x2 is None else x2).data.ptr, *self.x2)
+        second = self.x2.at((x if x2 is None else x2).data.ptr)
         self.launches[weights](
-            map_at(x.data.ptr, *self.x), second, map_at(dy.data.ptr, *self.dy), x, x2, dy, *given.dx, *given.dx2,
+            self.x.at(x.data.ptr), second, self.dy.at(dy.data.ptr), x, x2, dy, *given.dx, *given.dx2,
             given.y, *own_sums, totals, *given.dscale, *given.dshift, *given.dweight, *given.dbias, *given.affine,
             workspace, *self.sizes, given.silu, plan.parts, plan.kept,
         )
