@@ -16,14 +16,14 @@ from cudiff.tensor import Tensor
 
 def array(start, size=8):
     flags = SimpleNamespace(c_contiguous=True)
-    return SimpleNamespace(data=SimpleNamespace(ptr=start), nbytes=size, flags=flags)
+    return SimpleNamespace(data=SimpleNamespace(ptr=start), nbytes=size, flags=flags, base="a view")
 
 
 def rows(start, count, width, pitch):
     """`count` rows of `width` bytes, parts of rows of `pitch` bytes."""
     flags = SimpleNamespace(c_contiguous=False)
     return SimpleNamespace(data=SimpleNamespace(ptr=start), nbytes=count * width, itemsize=1, shape=(count, width),
-                           strides=(pitch, 1), flags=flags)
+                           strides=(pitch, 1), flags=flags, base="a view")
 
 
 @pytest.fixture

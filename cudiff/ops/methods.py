@@ -76,7 +76,7 @@ def add_to(tensor: type[Tensor], operations: Mapping[str, Any]) -> None:
     given |= {"__eq__": _equality(operations["equal"]), "__ne__": _equality(operations["not_equal"])}
     given |= {"__getitem__": operations["getitem"], "reshape": reshape, "transpose": transpose}
     given |= {name: _Missing(name) for name in PYTORCH} | {"__setitem__": _refuse_assignment}
-    given |= {"__dir__": lambda x: sorted(set(object.__dir__(x)) - set(PYTORCH))}
+    given |= {"__dir__": _names}
     given |= {"at": property(operations["at"], doc=operations["at"].__doc__)}
     given |= {"T": property(operations["transpose"], doc="The axes in reversed order, copied.")}
     given |= {"__array_ufunc__": _array_ufunc, "__array_function__": _array_function}
@@ -143,6 +143,11 @@ class _Missing:
 
     def __get__(self, x: Tensor | None, owner: type[Tensor]) -> Any:
         raise AttributeError(f"a Tensor has no '{self.name}': write {PYTORCH[self.name]}", name=self.name, obj=x)
+
+
+def _names(x: Tensor) -> list[str]:
+    """A tensor's attributes, without those that it lacks."""
+    return sorted(set(object.__dir__(x)) - set(PYTORCH))
 
 
 def _refuse_assignment(x: Tensor, index: Any, value: Any) -> None:

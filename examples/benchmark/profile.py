@@ -14,6 +14,7 @@ from rich.table import Table
 
 from cudiff.cuda import compiler
 from cudiff.cuda import launch as launching
+from cudiff.cuda.kernels.convolution.wgrad_sm90 import ROW
 from cudiff.cuda.timing import graph_time
 from cudiff.tensor import Tensor
 
@@ -47,9 +48,8 @@ def flops_of(stem: str, name: str, grid: tuple, args: tuple, constants: dict[str
     if stem == "conv2d_sm90":
         return product("N", "H", "W", "K") * (given["C"] * constants["R"] * given["S"] + given["D"])
     if stem == "conv2d_wgrad_sm90":
-        jobs = given["jobs"]["jobs"]
-        weights = (jobs["channels"].astype(float) * jobs["outputs"]).sum()
-        return product("N", "H", "W", "S") * constants["R"] * float(weights)
+        weights = sum(channels * outputs for *_, channels, outputs, _ in ROW.iter_unpack(given["jobs"]))
+        return product("N", "H", "W", "S") * constants["R"] * weights
     if stem == "conv2d_wgrad_tf32_sm90":
         return product("N", "H", "W", "C", "K") * constants["R"] ** 2
     if stem == "conv2d":

@@ -164,7 +164,7 @@ class Configured:
         table, outs = b"", []
         for one, (x, x2, dout, first, channels, outputs, split) in zip(batch, self.rows, strict=True):
             out, pitch = _sums(one.weight, self.sums)
-            table += _ROW.pack(
+            table += ROW.pack(
                 x.at(one.x.data.ptr), x2.at((one.x if one.x2 is None else one.x2).data.ptr),
                 dout.at(one.out.data.ptr), out.data.ptr, pitch, first, one.add and self.sums == 1, channels, outputs,
                 split,
@@ -178,9 +178,9 @@ class Configured:
 
 _configured = functools.lru_cache(maxsize=4096)(Configured)
 _WGRADS = LaunchType(_launch, MAX_BATCH, PENDING_BYTES, rank=0)
-_ROW = struct.Struct("=128s128s128sQq5i28x")
+ROW = struct.Struct("=128s128s128sQq5i28x")
 """x, x2, dout, out, pitch, first block, add, channels, outputs, split: Job of conv2d_wgrad_sm90.cu."""
-_NO_ROW = _ROW.pack(b"", b"", b"", 0, 0, 2**31 - 1, 0, 0, 0, 0)
+_NO_ROW = ROW.pack(b"", b"", b"", 0, 0, 2**31 - 1, 0, 0, 0, 0)
 
 
 @functools.cache
