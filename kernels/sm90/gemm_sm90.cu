@@ -349,7 +349,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTER_DIMS
 gemm_sm90(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap a2, const __grid_constant__ TensorMap b,
           const __grid_constant__ TensorMap last_b, const __grid_constant__ TensorMap out, const __grid_constant__ TensorMap out2,
           const __grid_constant__ TensorMap other, const float* bias, const float* by_image, int rows_per_image, float* floats,
-          i64 pitch, int add, int M, int N, int depth, int batches, int parts, int split, int N1, int R, int S, int H, int W, int top, int left, int down, int across) {
+          i64 pitch, int add, int M, int N, int depth, int batches, int parts, int split, int N1, int R, int S, int H, int W,
+          int top, int left, int down, int across) {
     extern __shared__ __align__(1024) u8 shared[];
     Sizes sizes = {M, N, depth, batches, parts, split, R, S, H, W, top, left, down, across};
     u32 base = shared_address(shared), results = base + STAGES * STAGE_BYTES, bias_buffers = results + 2 * RESULT_BYTES;
