@@ -488,6 +488,7 @@ def test_pytorchs_methods_are_told_by_numpys_names(name, told):
 def test_every_method_of_pytorch_that_has_advice_is_none_of_ours():
     x = Tensor(np.arange(6.0).reshape(2, 3))
     assert not [name for name in PYTORCH if hasattr(Tensor, name)] and not set(PYTORCH) & set(dir(x))
+    assert "clone" in dir(type("Cloned", (Tensor,), {"clone": Tensor.tolist})(x))
     given = dict(x=x, y=x.T, np=np, shape=(2, 3), mask=x.numpy() > 2, value=-1.0, axes=(1, 0), axis=0, k=2)
     given |= {"dtype": "float16"}
     for name, instead in PYTORCH.items():

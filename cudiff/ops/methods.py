@@ -147,7 +147,7 @@ class _Missing:
 
 def _names(x: Tensor) -> list[str]:
     """A tensor's attributes, without those that it lacks."""
-    return sorted(set(object.__dir__(x)) - set(PYTORCH))
+    return [name for name in object.__dir__(x) if name not in PYTORCH or hasattr(x, name)]  # a subclass may have some
 
 
 def _refuse_assignment(x: Tensor, index: Any, value: Any) -> None:

@@ -154,6 +154,15 @@ def test_gradient_to_a_norm(rng, shape, outputs, taps, scaled, float32_dout, dty
     convolution.check(out, statistics)
 
 
+@pytest.mark.parametrize("outputs", [1, 2])
+def test_a_weight_that_is_every_second_one_of_more(host_of, outputs):
+    """A single one is contiguous, as it stands, whatever its stride."""
+    host = host_of(True)
+    weight = host.zeros((2 * outputs, 3, 3, 64), ml_dtypes.bfloat16)[::2]
+    ops.conv2d(Tensor(host.zeros((2, 9, 9, 64), ml_dtypes.bfloat16)), Tensor(weight), padding=1)
+    assert ("conv2d_few_channels", "contract") in host.launches
+
+
 @pytest.mark.parametrize("flipped", [False, True])
 @pytest.mark.parametrize("shape", [(64, 3, 3, 3), (3, 3, 3, 64)])
 def test_where_the_kernel_finds_the_weight(shape, flipped):

@@ -162,7 +162,8 @@ def problem_of(direction: str, given: Operands, stride: Pair = (1, 1), padding: 
 def _weight(array: Array) -> tuple[tuple[int, ...], bool, bool]:
     """The fields of an array's `Weight`."""
     shape, pitch = array.shape, array.strides[0]  # its rows are contiguous, maybe slices of longer rows
-    return shape, (array.data.ptr | shape[-1] * array.itemsize | pitch) % 16 == 0, pitch * shape[0] == array.nbytes
+    whole = shape[0] == 1 or pitch * shape[0] == array.nbytes  # the stride of a single row, as DLPack gives it, is any
+    return shape, (array.data.ptr | shape[-1] * array.itemsize | pitch) % 16 == 0, whole
 
 
 @functools.cache
