@@ -56,7 +56,7 @@ def _launch(batch: list[_RowSum]) -> None:
     table, grid = b"", 0
     for source, out, width, step, offset, add in batch:
         size, places = out.size, (source.data.ptr + 4 * offset, out.data.ptr)
-        rows, contiguous = source.size // (size * step), out.ndim == 1 or out.flags.c_contiguous
+        rows, contiguous = source.size // (size * step), out.strides == (4,) or out.flags.c_contiguous
         columns, pitch = (size, 0) if contiguous else (size // len(out), out.strides[0] // 4)
         whole = step == 1 and width % 4 == columns % 4 == pitch % 4 == 0 and math.gcd(*places) % 16 == 0
         pack, lanes = 4 if whole else 1, min(LANES, 1 << ((rows - 1) // TERMS).bit_length())

@@ -139,7 +139,7 @@ class _Missing:
     """An attribute that a tensor does not have. With a `__getattr__` for them a Tensor's own would take longer."""
 
     def __init__(self, name: str) -> None:
-        self.name = name
+        self.name, self.__doc__ = name, f"A Tensor has none: write {PYTORCH[name]}."
 
     def __get__(self, x: Tensor | None, owner: type[Tensor]) -> Any:
         raise AttributeError(f"a Tensor has no '{self.name}': write {PYTORCH[self.name]}", name=self.name, obj=x)
