@@ -154,6 +154,10 @@ def more() -> Iterator[tuple[str, Callable[[], Any]]]:
         yield f"norm_silu_conv2d of tiles of several images, {size[3]} channels", lambda s=size: _back(
             ops.norm_silu_conv2d(tensor(*s, dtype="bfloat16"), weight=tensor(256, 3, 3, s[3]), norm_weight=tensor(s[3]),
                                  norm_bias=tensor(s[3]), emb=tensor(s[0], 256)))
+    for size in ((5, 14, 14, 96), (9, 28, 28, 64), (200, 9, 11, 128)):  # one tile an image, and several
+        yield f"norm_silu_conv2d of whole rows, {size[3]} channels", lambda s=size: _back(
+            ops.norm_silu_conv2d(tensor(*s, dtype="bfloat16"), weight=tensor(72, 3, 3, s[3]), norm_bias=tensor(s[3]),
+                                 norm_weight=tensor(s[3]), emb=tensor(s[0], 72)))
     yield "convolution of small images", lambda: _back(ops.conv2d(
         tensor(200, 2, 2, 136, dtype="bfloat16"), tensor(136, 3, 3, 136), tensor(136), padding=1))
     yield "strided convolution", lambda: _back(ops.conv2d(

@@ -20,7 +20,7 @@ from cudiff.cuda.kernels.attention import problem as attention_problem
 from cudiff.cuda.kernels.attention import short_sm90, wide_sm90
 from cudiff.cuda.kernels.attention import sm90 as attention
 from cudiff.cuda.kernels.attention.table import ATTENTION
-from cudiff.cuda.kernels.convolution import sm90, wgrad_sm90
+from cudiff.cuda.kernels.convolution import plans_sm90, wgrad_sm90
 from cudiff.cuda.kernels.gemm import product
 from cudiff.cuda.kernels.gemm import sm90 as gemm_sm90
 from cudiff.cuda.kernels.norm import sm90 as norm
@@ -32,7 +32,7 @@ from cudiff.tensor import Tensor
 from cudiff.train import Trainer
 
 PLANNERS = {planner.kernel: planner for planner in (
-    sm90.plan, wgrad_sm90.plan, product.plan, norm.FORWARD, norm.BACKWARD, attention.FORWARD, short_sm90.BACKWARD,
+    plans_sm90.plan, wgrad_sm90.plan, product.plan, norm.FORWARD, norm.BACKWARD, attention.FORWARD, short_sm90.BACKWARD,
     gemm_sm90.plan,
 )}
 
@@ -164,19 +164,19 @@ def test_each_line_that_comes_with_cudiff_names_a_plan():
     ((32, 64, 64, 64), 64, (3, 3), 2, 0, False), ((8, 8, 8, 512), 256, (3, 3), 4, 72, True),
 ])
 def test_plans_of_convolutions_differ_by_their_choice(problem):
-    plans = sm90.plans(*problem)
+    plans = plans_sm90.plans(*problem)
     assert len({tuple(plan.choice) for plan in plans}) == len(plans)
 
 
 @pytest.mark.parametrize("height, tried, taken", [
     (64, {256, 128, 64}, 256), (32, {256, 128, 64}, 256), (7, {256, 128, 112, 96, 64}, 64),
     (28, {256, 224, 128, 112, 64}, 224), (40, {256, 160, 128, 112, 64}, 160), (72, {256, 208, 192, 128, 96, 64}, 192),
-    (14, {256, 128, 112, 64}, 112), (52, {256, 224, 208, 160, 128, 112, 96, 64}, 208),
+    (14, {256, 128, 112, 64}, 112), (52, {256, 224, 216, 208, 160, 128, 112, 96, 64}, 208),
 ])
 def test_tiles_whose_rows_divide_an_images_height_are_tried(height, tried, taken):
     problem = (1024, height, 64, 256), 64, (3, 3), 2, 0, False
-    assert {plan.tile.pixels for plan in sm90.plans(*problem)} == tried
-    assert sm90.plan.by_rule(*problem)[0].tile.pixels == taken
+    assert {plan.tile.pixels for plan in plans_sm90.plans(*problem)} == tried
+    assert plans_sm90.plan.by_rule(*problem)[0].tile.pixels == taken
 
 
 @pytest.mark.parametrize("channels, itemsize, spared", [
@@ -184,9 +184,9 @@ def test_tiles_whose_rows_divide_an_images_height_are_tried(height, tried, taken
 ])
 def test_the_last_channels_leave_out_k_steps_of_zeros(channels, itemsize, spared):
     """A k-step has 16 channels of 16 bits, or 8 floats; four make a chunk."""
-    assert sm90.spared_k_steps(channels, itemsize) == spared
+    assert plans_sm90.spared_k_steps(channels, itemsize) == spared
     chunk = 128 // itemsize
-    own, whole = (sm90.plan.estimate((32, 40, 40, count), 48, (3, 3), itemsize, 0, False)
+    own, whole = (plans_sm90.plan.estimate((32, 40, 40, count), 48, (3, 3), itemsize, 0, False)
                   for count in (channels, -(-channels // chunk) * chunk))
     assert own < whole if spared else own == whole
 
@@ -199,6 +199,33 @@ def test_plans_of_products_differ_by_their_choice():
 def test_plans_of_weights_gradients_differ_by_their_choice():
     plans = list(wgrad_sm90.plans((32, 64, 64), ((64, 3, 3, 64), (64, 3, 3, 128)), False))
     assert len({tuple(plan.choice) for plan in plans}) == len(plans)
+
+
+@pytest.mark.parametrize("images, weight, measured", [  # by the choice: microseconds on an H200
+    ((6, 12, 12), (32, 3, 3, 640), {(1, 1, 4, 4, 12): 7.7, (1, 1, 1, 1, 12): 10.0, (1, 1, 1, 3, 12): 11.0}),
+    ((2, 64, 64), (48, 3, 3, 64), {(1, 1, 1, 32): 10.7, (1, 1, 1, 37): 11.2, (1, 1, 1, 34): 11.2}),
+    ((1, 120832, 8), (256, 1, 1, 192), {(1, 3, 1, 32): 221.6, (1, 3, 1, 33): 236.2, (1, 3, 2, 66): 261.9}),
+    ((18, 16, 16), (96, 3, 3, 128), {(1, 1, 8, 8): 8.6, (1, 1, 1, 9): 11.7, (1, 1, 1, 6): 12.2}),
+    ((7, 8, 8), (448, 3, 3, 256), {(1, 1, 1, 1): 10.0, (3, 1, 4, 4): 13.8, (3, 1, 1, 1): 14.7}),
+    ((200, 48, 48), (160, 3, 3, 32), {(3, 1, 2, 42): 140.1, (3, 1, 2, 44): 144.9, (3, 1, 1, 42): 146.9}),
+    ((25, 40, 40), (160, 3, 3, 128), {(1, 1, 1, 7): 33.2, (3, 1, 4, 20, 5): 36.1, (3, 1, 4, 20, 2): 39.2}),
+    ((8, 14, 14), (256, 3, 3, 32), {(1, 1, 4, 4, 7): 7.1, (1, 1, 8, 8, 14): 7.6, (1, 1, 1, 10, 7): 10.3}),
+    ((22, 24, 24), (48, 3, 3, 80), {(1, 1, 1, 22): 12.7, (1, 1, 1, 18): 13.1, (1, 1, 1, 13): 13.7}),
+    ((3, 128, 128), (32, 3, 3, 64), {(1, 1, 1, 42): 16.5, (1, 1, 1, 43): 16.9, (1, 1, 4, 40): 17.5}),
+    ((143, 32, 32), (192, 3, 3, 320), {(3, 1, 1, 8): 225.2, (3, 1, 8, 8): 227.1, (3, 1, 1, 16): 253.9}),
+    ((15, 28, 28), (192, 3, 3, 192), {(1, 1, 4, 4, 2): 21.8, (3, 1, 4, 12, 7): 25.0, (1, 1, 1, 3, 2): 30.0}),
+    ((1, 20, 20), (128, 3, 3, 64), {(1, 1, 4, 4, 4): 5.8, (1, 1, 1, 1, 10): 8.1, (3, 1, 1, 2, 10): 12.3}),
+    ((1, 3038, 14), (192, 1, 1, 384), {(1, 3, 1, 21, 8): 24.6, (1, 3, 1, 22, 8): 24.8, (1, 3, 2, 22, 8): 25.7}),
+    ((1, 4, 4), (128, 3, 3, 32), {(1, 1, 2, 2, 2): 5.5, (1, 1, 1, 1, 4): 5.7, (1, 1, 1, 2, 2): 8.0}),
+    ((119, 20, 10), (32, 3, 3, 192), {(1, 1, 2, 14, 20): 16.6, (1, 1, 1, 13, 20): 17.7, (1, 1, 1, 11, 10): 19.4}),
+])
+def test_the_rule_of_weights_gradients_takes_what_was_fast(images, weight, measured):
+    """The fastest plan of those that were measured, the slowest, and one between them or the rule's."""
+    problem = images, (weight,), False
+    plans = {tuple(plan.choice): plan for plan in wgrad_sm90.plans(*problem)}
+    estimates = {choice: wgrad_sm90.time(plans[choice], *problem) for choice in measured}
+    assert estimates == pytest.approx(measured, rel=0.26)
+    assert measured[min(estimates, key=estimates.get)] <= 1.09 * min(measured.values())
 
 
 @pytest.mark.parametrize("planner", [norm.FORWARD, norm.BACKWARD])
@@ -299,7 +326,7 @@ def test_tune_writes_what_is_fastest_and_the_next_step_takes_it(host):
     assert lines["NVIDIA H200"]["gemm-1"].pop("3") == [4]
     kernels = lines.pop("NVIDIA H200")
     assert not lines
-    assert {"conv2d_sm90-2", "conv2d_wgrad_sm90-1", "group_norm_backward_sm90-1"} <= set(kernels)
+    assert {"conv2d_sm90-3", "conv2d_wgrad_sm90-2", "group_norm_backward_sm90-1"} <= set(kernels)
     assert sum(map(len, kernels.values())) == len(tuned)
     assert told == list(range(1, sum(row.launches for row in tuned) + 1))
     assert any(row.fastest[1] != row.before[1] for row in tuned)
@@ -352,7 +379,7 @@ def test_weights_gradients_say_what_they_add_to(host, tmp_path):
     step = Trainer(config, digits(config), tmp_path / "run").train_step
     with tiles.watched(lambda planner, problem, launch, to, leaves: added.append((planner.kernel, len(to)))):
         step()
-    counts = [count for kernel, count in added if kernel == "conv2d_wgrad_sm90-1"]
+    counts = [count for kernel, count in added if kernel == "conv2d_wgrad_sm90-2"]
     half = len(counts) // 2
     assert counts[:half] == [0] * half and sum(counts[half:]) > 20
 

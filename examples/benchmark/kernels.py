@@ -9,7 +9,7 @@ import cupy
 from cudiff import ops
 from cudiff.backend import float32
 from cudiff.config import PRESETS
-from cudiff.cuda.kernels.convolution import sm90, table
+from cudiff.cuda.kernels.convolution import plans_sm90, table
 from cudiff.cuda.kernels.convolution.problem import Norm, Operands
 from cudiff.cuda.kernels.norm import table as norms
 from cudiff.cuda.timing import graph_time
@@ -105,8 +105,8 @@ def _group_norm_with_sums(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[floa
     """Forward and backward between two convolutions: these give the sums, and want the output, once more in backward,
     and dx's sums. The weight's and bias's gradients, which all norms of a step add up in one launch, are left out."""
     parameters, d_preact = (weight.data, bias.data), random_tensor(*x.shape, dtype=x.dtype)
-    plan = sm90.plan(x.shape, x.shape[-1], (3, 3), x.dtype.itemsize, 0, False)
-    tiles = sm90.tiles_of(x.shape, plan.rows) * plan.cluster
+    plan = plans_sm90.plan(x.shape, x.shape[-1], (3, 3), x.dtype.itemsize, 0, False)
+    tiles = plans_sm90.tiles_of(x.shape, plan.rows, plan.whole_rows) * plan.cluster
 
     def sums(a: Tensor, b: Tensor) -> cupy.ndarray:
         wide, other = (t.data.astype(float32).reshape(len(t.data), tiles, -1, t.shape[-1]) for t in (a, b))

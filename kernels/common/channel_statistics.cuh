@@ -34,6 +34,15 @@ struct __align__(16) CentredStatistics {
     }
 };
 
+// The sums of lane ^ mask.
+__device__ __forceinline__ RawStatistics shuffle(const RawStatistics& own, int mask) {
+    return {__shfl_xor_sync(~0u, own.sum, mask), __shfl_xor_sync(~0u, own.square, mask)};
+}
+__device__ __forceinline__ CentredStatistics shuffle(const CentredStatistics& own, int mask) {
+    return {__shfl_xor_sync(~0u, own.count, mask), __shfl_xor_sync(~0u, own.centre, mask), __shfl_xor_sync(~0u, own.sum, mask),
+            __shfl_xor_sync(~0u, own.square, mask)};
+}
+
 // The struct for x of type S. moments() in cudiff/statistics.py follows the same rule.
 template <typename S> struct StatisticsOf {
     typedef RawStatistics Type;

@@ -42,6 +42,9 @@
 //   IMAGES     A tile may have several images of up to 8 columns, one below the other: smaller tiles would read the weights
 //              more often. A halo tile has R / 2 rows of zeros between two images, the padding of both. The rows of results
 //              there are computed, but not stored.
+//   WHOLE_ROWS A tile may have whole rows of an image: 8 divides few widths. S / 2 pixels of zeros after each row of a halo tile
+//              pad its right and the next row's left, and an output tile has as many there, which are not stored. So the operand
+//              of each tap is a run of pixels.
 //   Depth      The depth is walked in chunks of 64 channels, or 32 of floats. A stage of ring a is a halo tile: a chunk of
 //              rows + R - 1 by 8 + S - 1 pixels, padded with zeros by TMA. It serves all taps of the chunk, which differ only
 //              in where their operand starts. A stage of ring b has the weights of R vertical taps. Multiplying these is a
@@ -82,7 +85,9 @@
 //              out, addend {K, W, H, N}, box {CHUNK, 8, min(rows, SHARE), 1}; under SKIP addend {D, W, H, N}, box
 //              {CHUNK, 8, rows, 1}.
 //              Those of float x and weight round to tf32.
+//              Under WHOLE_ROWS boxes have W + S / 2 columns, x's rows + R - 1 rows, and the others `rows`.
 //   IMAGES     above 1 only without CLUSTER and UPSAMPLE, of images of one tile, of rows = H ≤ IMAGE_ROWS - R / 2.
+//   WHOLE_ROWS only without these three, of 8 ≤ W and rows · (W + S / 2) ≤ PIXELS. tiles = ceil(H / rows).
 //   Shared     1024 bytes of barriers, and IMAGES times as many for NORM's maps; `a_stages` halo tiles, at least two unless a
 //              block has one chunk in all; `b_stages` times the weights of R taps, at least two unless an iteration has one
 //              step; the results of one iteration, or of two if a block has several, each of an even number of rows; in
@@ -120,14 +125,6 @@ __device__ __forceinline__ float2 relu(float2 v) { return make_float2(v.x < 0.0f
 // Adds a value to the sums: under NORM `other` is the norm's input, else it is the value itself.
 __device__ __forceinline__ void add(RawStatistics& total, float v, float other) { total.sum += v, total.square += v * other; }
 __device__ __forceinline__ void add(CentredStatistics& total, float v, float) { total.add(v); }
-// The sums of lane ^ mask.
-__device__ __forceinline__ RawStatistics shuffle(const RawStatistics& own, int mask) {
-    return {__shfl_xor_sync(~0u, own.sum, mask), __shfl_xor_sync(~0u, own.square, mask)};
-}
-__device__ __forceinline__ CentredStatistics shuffle(const CentredStatistics& own, int mask) {
-    return {__shfl_xor_sync(~0u, own.count, mask), __shfl_xor_sync(~0u, own.centre, mask), __shfl_xor_sync(~0u, own.sum, mask),
-            __shfl_xor_sync(~0u, own.square, mask)};
-}
 
 // Add up the depth's splits: sends each block of the cluster its SHARE rows, and leaves in acc's first 4 · SHARE elements the
 // sums of this block's own, added in the order of the blocks. They arrive in `exchange`, float4 [from][SHARE][128]; `barrier`
@@ -185,7 +182,7 @@ __device__ __forceinline__ void load_operands(Work work, Ring& a, Ring& b, const
                                               const TensorMap& weight, const TensorMap& last_weight, const TensorMap& addend,
                                               const TensorMap& addend2, const TensorMap& skip_weight,
                                               const TensorMap& last_skip_weight, int split, int D1, int S, int K, int pitch,
-                                              const float4* parts, const Exchange* exchange, u32 launch) {
+                                              int width, const float4* parts, const Exchange* exchange, u32 launch) {
     for (bool loads_weights = true; work.at < work.to; loads_weights = !work.resident) {
         Part part = work.next();
         OutputTile tile(part.tile, work.tiles, work.across, work.rows);
@@ -219,7 +216,7 @@ __device__ __forceinline__ void load_operands(Work work, Ring& a, Ring& b, const
 #pragma unroll 1
         for (int step = part.middle; step < part.last; step++) {
             int c = (step - work.own) * CHUNK;
-            u32 full = a.acquire(IMAGES * work.rows * 8 * ROW_BYTES);
+            u32 full = a.acquire(IMAGES * work.rows * width * ROW_BYTES);
             for (int image = 0; image < IMAGES; image++)
                 tma_load(a.buffer() + image * IMAGE_ROWS * 8 * ROW_BYTES, c < D1 ? addend : addend2, full, c < D1 ? c : c - D1,
                          tile.w0, tile.h0, tile.n + image);
@@ -241,14 +238,15 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
             const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap last_weight,
             const __grid_constant__ TensorMap out, const __grid_constant__ TensorMap out2, const __grid_constant__ TensorMap addend,
             const __grid_constant__ TensorMap addend2, const __grid_constant__ TensorMap skip_weight,
-            const __grid_constant__ TensorMap last_skip_weight, const float* bias,
-            const float* skip_bias, const float* emb, Statistics* sums, const float* norm_weight, const float* norm_bias,
-            const float* scale, const float* shift, const float* mean, const float* rstd, int N, int H, int W, int C, int K,
-            int S, int D, int rows, int a_stages, int b_stages, int split, int K1, int D1, int groups, float4* parts,
-            Exchange* exchange, int together) {
+            const __grid_constant__ TensorMap last_skip_weight, const float* bias, const float* skip_bias, const float* emb,
+            Statistics* sums, const float* norm_weight, const float* norm_bias, const float* scale, const float* shift,
+            const float* mean, const float* rstd, int N, int H, int W, int C, int K, int S, int D, int rows, int a_stages,
+            int b_stages, int split, int K1, int D1, int groups, float4* parts, Exchange* exchange, int together) {
     extern __shared__ __align__(1024) u8 shared[];
-    int before = UPSAMPLE ? S / 2 % 2 : 0, pitch = 8 + S - 1 + 2 * before;  // a halo tile's row, in 128-byte rows
-    u32 halo_bytes = CEIL_DIV((PIXELS / 8 + R - 1) * pitch * ROW_BYTES, 1024) * 1024;
+    int before = UPSAMPLE ? S / 2 % 2 : 0, more = WHOLE_ROWS ? S / 2 : 0;
+    int pitch = WHOLE_ROWS ? W + more : 8 + S - 1 + 2 * before, width = WHOLE_ROWS ? pitch : 8;  // pixels of a halo tile's row, and
+    int halo = ((WHOLE_ROWS ? rows : PIXELS / 8) + R - 1) * pitch;                               // of an output tile's
+    u32 halo_bytes = CEIL_DIV((halo + more) * ROW_BYTES, 1024) * 1024;
     u32 base = shared_address(shared), order = base, addends = base + 16, arrivals = base + 32, barriers = base + 40;
     u32 halos = base + 1024 + IMAGES * 1024, weights = halos + a_stages * halo_bytes, results = weights + b_stages * WEIGHT_BYTES;
     Ring a(halos, halo_bytes, a_stages, barriers), b(weights, WEIGHT_BYTES, b_stages, barriers + 16 * a_stages);
@@ -261,9 +259,12 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
         if (READS || SKIP) prefetch(addend);
         if (SKIP) prefetch(skip_weight);
     }
+    for (int i = threadIdx.x; i < a_stages * more * 8; i += THREADS)  // the padding after a halo tile's last row
+        reinterpret_cast<float4*>(shared + (halos - base) + i / (more * 8) * halo_bytes + halo * ROW_BYTES)[i % (more * 8)] = {};
+    if (WHOLE_ROWS) fence_writes();
     cluster_arrive_relaxed();
 
-    int chunks = CEIL_DIV(C, CHUNK), across = CEIL_DIV(W, 8), tiles = across * CEIL_DIV(H, rows);
+    int chunks = CEIL_DIV(C, CHUNK), across = WHOLE_ROWS ? 1 : CEIL_DIV(W, 8), tiles = across * CEIL_DIV(H, rows);
     int own = chunks * S, skips = SKIP ? CEIL_DIV(D, CHUNK) : 0, steps = own + skips;  // x's steps, then SKIP's
     int rank = blockIdx.z % CLUSTER, first = steps * rank / CLUSTER, last = steps * (rank + 1) / CLUSTER;
     bool resident = !STREAM_K && b_stages == last - first;
@@ -287,7 +288,7 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
         if (threadIdx.x > CONSUMERS) return;
         if (STREAM_K) exchange->arrive();
         load_operands(work, a, b, x, x2, weight, last_weight, addend, addend2, skip_weight, last_skip_weight, split, D1, S, K,
-                      pitch, parts, exchange, launch);
+                      pitch, width, parts, exchange, launch);
         return;
     }
 
@@ -358,7 +359,7 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
                 if (s == 0 || i == first) a.wait();
                 if (READS && begins && i == first && leads) {  // asked for once the first halo tile has arrived
                     tma_store_wait();                // until TMA has read the last result, which lies there
-                    barrier_expect(own_addend, images * (64 / CHUNK) * min(rows, SHARE) * 8 * ROW_BYTES);
+                    barrier_expect(own_addend, images * (64 / CHUNK) * min(rows, SHARE) * width * ROW_BYTES);
                     bool second = NORM && k0 >= K1;
                     for (int c = 0; c < 64; c += CHUNK)
                         for (int image = 0; image < images; image++)
@@ -370,7 +371,8 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
                 wgmma_fence();
 #pragma unroll
                 for (int r = 0; r < R; r++)
-                    multiply(b.buffer() + r * TAP_BYTES, a.buffer() + (r * pitch + before + s) * ROW_BYTES, pitch, k_steps,
+                    multiply(b.buffer() + r * TAP_BYTES, a.buffer() + (r * pitch + before + s) * ROW_BYTES, WHOLE_ROWS ? 8 : pitch,
+                             k_steps,
                              i > first || r > 0);
                 wgmma_commit();
                 b.advance();
@@ -417,6 +419,7 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
         if (SLOPE || !READS) warpgroup_meets();
         if (READS) barrier_wait(own_addend, addend_phase), addend_phase ^= 1;
         int rows_inside = min(rows, H - tile.h0) - rank * SHARE, w = tile.w0 + lane % 4 * 2;
+        int inside = rows_inside * pitch - lane % 4 * 2;  // WHOLE_ROWS: pixels from this lane's first on
         Statistics total[2] = {};
         auto leave_sums = [&](int image, int i) {  // of one of this lane's two channels
 #pragma unroll
@@ -469,9 +472,15 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
                     }
                     other = v;
                 }
-                bool counts = SUMS && image < images && row + i / 2 - image * IMAGE_ROWS < rows_inside;
-                if (counts && w < W) add(total[i % 2], v.x, other.x);
-                if (counts && w + 1 < W) add(total[i % 2], v.y, other.y);
+                if constexpr (SUMS && WHOLE_ROWS) {
+                    int at = (row + i / 2) * 8;
+                    if (at < inside && w < W) add(total[i % 2], v.x, other.x);
+                    if (at + 1 < inside && (w + 1 < W || w + 1 == pitch)) add(total[i % 2], v.y, other.y);
+                    if (i % 2 == 1) w = w + 8 < pitch ? w + 8 : w + 8 - pitch;
+                } else if (SUMS && image < images && row + i / 2 - image * IMAGE_ROWS < rows_inside) {
+                    if (w < W) add(total[i % 2], v.x, other.x);
+                    if (w + 1 < W) add(total[i % 2], v.y, other.y);
+                }
             }
             if constexpr (LOW) stmatrix_transposed(at_row, words);
         }

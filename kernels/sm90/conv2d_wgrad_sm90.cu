@@ -23,8 +23,12 @@
 //              MN-major. The product's blocks of 64 columns are the R taps, one image row apart in the halo tile, or with COLUMNS
 //              they are the halo tiles. The k-steps of a step are unrolled (PIXELS is a constant): in a loop the compiler would
 //              wait for each product.
-//   Taps       TAPS is 1, or 3 where R = S = 3 and width is 8 or a multiple of 16. Then each of three warpgroups has one
-//              horizontal tap, and all read the same tile and halo tile. Otherwise shared memory's speed is the bound.
+//   WHOLE_ROWS A step's rows are whole ones, so that the width need not be a multiple of 8. A tile's pixels follow each other, with
+//              TAPS / 2 pixels of zeros after each row: in the halo tile they pad this row's right and the next row's left, in
+//              the tile of dout they are multiplied with. Zeros follow the last row up to PIXELS.
+//   Taps       TAPS is 1, or 3 where R = S = 3, and width is 8 or a multiple of 16, or under WHOLE_ROWS. Then each of three
+//              warpgroups has one horizontal tap, and all read the same tile and halo tile. Otherwise shared memory's speed is
+//              the bound.
 //   UPSAMPLE   A halo tile is loaded row by row, and TMA makes two columns of one by an axis of stride 0. A row has two columns
 //              more. Where the first pixel is the right one of a pair, one of the two lies before it.
 //   Split K    The grid's z splits the depth. The CLUSTER blocks of a cluster, along z, add up their parts through shared
@@ -39,7 +43,7 @@
 //              warpgroup, which gives its registers to the others.
 //   Maps       x {C, W, H, N}, box {64, width + TAPS - 1, rows + R - 1, 1}; under UPSAMPLE {C, 2, W / 2, H / 2, N}, box
 //              {64, 2, (width + TAPS + 1) / 2, 1, 1}. dout {K, W, H, N}, box {64, width, rows, 1}. rows · width = PIXELS, a
-//              multiple of 16.
+//              multiple of 16. WHOLE_ROWS: width = W + TAPS / 2, x's box has so many columns, and rows · width ≤ PIXELS.
 //   Shared     `stages` steps, at least two, or the sums, 256 · N_TILE · TAPS bytes, if these are more; then the barriers.
 #include "cluster.cuh"
 #include "wgmma.cuh"
@@ -63,14 +67,26 @@ conv2d_wgrad_sm90(const __grid_constant__ Jobs jobs, int N, int H, int W, int S,
     const Job& job = jobs.at[index];
     u32 base = shared_address(shared);
     constexpr u32 tile = PIXELS * ROW_BYTES;
-    int pitch_x = width + TAPS - 1 + 2 * UPSAMPLE;  // 128-byte rows from one image row of the halo tile to the next
-    u32 filled = (rows + R - 1) * pitch_x * ROW_BYTES, halo = CEIL_DIV(filled, 1024) * 1024, bytes = tile + COLUMNS * halo;
+    int pitch_x = WHOLE_ROWS ? width : width + TAPS - 1 + 2 * UPSAMPLE;  // 128-byte rows from a row of the halo tile to the next
+    u32 given = rows * width * ROW_BYTES, filled = (rows + R - 1) * pitch_x * ROW_BYTES;  // bytes that TMA writes
+    u32 reached = WHOLE_ROWS ? (PIXELS + (R - 1) * pitch_x + TAPS - 1) * ROW_BYTES : filled;
+    u32 halo = CEIL_DIV(reached, 1024) * 1024, bytes = tile + COLUMNS * halo;
     // The sums reuse the memory of the steps, but not that of the barriers. These are not invalidated: sums there were lost.
     Ring ring(base, bytes, stages, base + max(stages * bytes, 256u * N_TILE * TAPS));
     if (threadIdx.x == 0) {
         ring.init(TAPS);
         prefetch(job.x), prefetch(job.dout);
         if (job.split < job.C) prefetch(job.x2);
+    }
+    if constexpr (WHOLE_ROWS) {
+        for (int stage = 0; stage < stages; stage++)
+            for (int j = -1; j < COLUMNS; j++) {  // of dout's tile, and of each halo tile
+                u32 first = stage * bytes + (j < 0 ? 0 : tile + j * halo);
+                u32 end = first + (j < 0 ? tile : halo);
+                for (u32 at = first + (j < 0 ? given : filled) + threadIdx.x * 16; at < end; at += THREADS * 16)
+                    *reinterpret_cast<float4*>(shared + at) = {};
+            }
+        fence_writes();
     }
     wait_for_previous();
     __syncthreads();
@@ -87,7 +103,7 @@ conv2d_wgrad_sm90(const __grid_constant__ Jobs jobs, int N, int H, int W, int S,
         int there = min(COLUMNS, CEIL_DIV(C - c0, 64));  // chunks of channels: for TMA one beyond x takes longer than one of it
         for (int i = first; i < last; i++, ring.advance()) {
             int n = i / per_image, h0 = i % per_image / per_row * rows, w0 = i % per_row * width;
-            u32 full = ring.acquire(tile + there * filled);
+            u32 full = ring.acquire(given + there * filled);
             tma_load(ring.buffer(), job.dout, full, k0, w0, h0, n);
             for (int j = 0, c = c0; j < there; j++, c += 64) {
                 const TensorMap& map = c < split ? job.x : job.x2;
@@ -110,14 +126,16 @@ conv2d_wgrad_sm90(const __grid_constant__ Jobs jobs, int N, int H, int W, int S,
     u64 depth[PIXELS / 16];  // where a k-step's pixels lie in the halo tile, as added to the descriptor
 #pragma unroll
     for (int k = 0; k < PIXELS / 16; k++)
-        depth[k] = TAPS == 1 && !UPSAMPLE ? k * DEPTH_STEP<true> : (16 * k / width * pitch_x + 16 * k % width) * (ROW_BYTES / 16);
+        depth[k] = WHOLE_ROWS || (TAPS == 1 && !UPSAMPLE)
+            ? k * DEPTH_STEP<true>
+            : (16 * k / width * pitch_x + 16 * k % width) * (ROW_BYTES / 16);
     Ring read = ring;
     float acc[N_TILE / 2];
     for (int i = first; i < last; i++) {
         ring.wait();
         u64 a = tile_descriptor(ring.buffer());
         u64 b = tile_descriptor(ring.buffer() + tile + (before + group) * ROW_BYTES, COLUMNS > 1 ? halo : pitch_x * ROW_BYTES,
-                                (width == 8 ? pitch_x : 8) * ROW_BYTES);
+                                (!WHOLE_ROWS && width == 8 ? pitch_x : 8) * ROW_BYTES);
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < PIXELS / 16; k++)

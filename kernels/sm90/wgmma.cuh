@@ -220,7 +220,7 @@ template <int PENDING> __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 // One k-step of a warpgroup: c = a·b, or c + a·b where `add`, of 64 rows and 16 elements of the depth. The columns are as many
-// as c holds: 16, 32, 64 or 128; with A in shared memory also 96, 112, 136, 160, 192, 208, 224 and 256.
+// as c holds: 16, 32, 64 or 128; with A in shared memory also 96, 112, 136, 160, 192, 208, 216, 224 and 256.
 // S is the operands' type. float means tf32: a k-step is 8 deep, operands are K-major only, and their low 13 bits are ignored.
 // No other instruction may touch c from the first product to wgmma_wait, not even to zero it: ptxas would wait after each
 // product (C75xx in its log).
@@ -237,7 +237,8 @@ template <int PENDING> __device__ __forceinline__ void wgmma_wait() {
 #define NAMES_80 NAMES_68 ",%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"
 #define NAMES_96 NAMES_80 ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
 #define NAMES_104 NAMES_96 ",%96,%97,%98,%99,%100,%101,%102,%103"
-#define NAMES_112 NAMES_104 ",%104,%105,%106,%107,%108,%109,%110,%111"
+#define NAMES_108 NAMES_104 ",%104,%105,%106,%107"
+#define NAMES_112 NAMES_108 ",%108,%109,%110,%111"
 #define NAMES_128 NAMES_112 \
     ",%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
 #define FOUR(i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3])
@@ -252,6 +253,7 @@ template <int PENDING> __device__ __forceinline__ void wgmma_wait() {
 #define C_80 C_64, EIGHT(64), EIGHT(72)
 #define C_96 C_80, EIGHT(80), EIGHT(88)
 #define C_104 C_96, EIGHT(96)
+#define C_108 C_104, FOUR(104)
 #define C_112 C_104, EIGHT(104)
 #define C_128 C_112, EIGHT(112), EIGHT(120)
 
@@ -281,6 +283,7 @@ template <int PENDING> __device__ __forceinline__ void wgmma_wait() {
     DEFINE_WGMMA(S, KIND, 160, 80, 80, 81, MAJORS(82, 83), 84)    \
     DEFINE_WGMMA(S, KIND, 192, 96, 96, 97, MAJORS(98, 99), 100)   \
     DEFINE_WGMMA(S, KIND, 208, 104, 104, 105, MAJORS(106, 107), 108) \
+    DEFINE_WGMMA(S, KIND, 216, 108, 108, 109, MAJORS(110, 111), 112) \
     DEFINE_WGMMA(S, KIND, 224, 112, 112, 113, MAJORS(114, 115), 116) \
     DEFINE_WGMMA(S, KIND, 256, 128, 128, 129, MAJORS(130, 131), 132)
 #define DEFINE_WGMMAS_REGISTERS(S, KIND)                                \

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from cudiff import ops
-from cudiff.cuda.kernels.convolution import sm90
+from cudiff.cuda.kernels.convolution import plans_sm90
 from cudiff.cuda.kernels.convolution.problem import DGRAD, FPROP, Fusion, Operands, Skip
 from cudiff.cuda.kernels.gemm.product import Epilogue
 from cudiff.tensor import Tensor
@@ -25,10 +25,11 @@ CASES = [
 def several(shape, outputs, kernel, itemsize, skip=0):
     """The plans with several images in a tile, of this GPU, and of three multiprocessors: a block has several tiles."""
     found = []
-    for count in (sm90.multiprocessors(), 3):
+    for count in (plans_sm90.multiprocessors(), 3):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sm90, "multiprocessors", lambda count=count: count)
-            found += [plan for plan in sm90.plans(shape, outputs, kernel, itemsize, skip, False) if plan.images > 1]
+            patch.setattr(plans_sm90, "multiprocessors", lambda count=count: count)
+            plans = plans_sm90.plans(shape, outputs, kernel, itemsize, skip, False)
+            found += [plan for plan in plans if plan.images > 1]
     assert found
     return found
 
@@ -45,16 +46,16 @@ def test_the_smallest_tile_that_images_fit():
         ((9, 6, 6), 3, {2: 112, 3: 160}), ((9, 5, 5), 1, {2: 96, 3: 128, 4: 160}),
         ((1, 8, 8), 3, {}), ((9, 8, 9), 3, {}), ((9, 15, 8), 3, {2: 256}), ((9, 16, 8), 3, {}),
     ):
-        found = {(plan.images, plan.tile.pixels) for plan in sm90.plans((*shape, 64), 64, (taps, taps), 2, 0, False)
-                 if plan.images > 1}
+        plans = plans_sm90.plans((*shape, 64), 64, (taps, taps), 2, 0, False)
+        found = {(plan.images, plan.tile.pixels) for plan in plans if plan.images > 1}
         assert found == set(expected.items())
-    assert all(plan.images == 1 for plan in sm90.plans((9, 8, 8, 64), 64, (3, 3), 2, 0, True))
+    assert all(plan.images == 1 for plan in plans_sm90.plans((9, 8, 8, 64), 64, (3, 3), 2, 0, True))
 
 
 @pytest.mark.parametrize("size", [8, 7, 3])
 def test_each_plan_has_a_choice_of_its_own(size):
     """One image of 7 x 7 and two have tiles of 128 pixels; of 3 x 3, one and two have tiles of 64."""
-    plans = sm90.plans((32, size, size, 512), 512, (3, 3), 2, 0, False)
+    plans = plans_sm90.plans((32, size, size, 512), 512, (3, 3), 2, 0, False)
     assert len({tuple(plan.choice) for plan in plans}) == len(plans)
     assert {plan.images for plan in plans if plan.together} == ({1, 2, 3, 4} if size == 3 else {1, 2, 3})
 
@@ -69,9 +70,9 @@ def test_each_plan_has_a_choice_of_its_own(size):
 def test_the_rule_takes_them_where_they_were_faster(images, size, channels, outputs, taken, measured):
     """Microseconds on an H200: docs/kernel-notes.md. Of two images the weights come from memory."""
     problem = (images, size, size, channels), outputs, (3, 3), 2, 0, False
-    chosen, = sm90.plan.by_rule(*problem)
+    chosen, = plans_sm90.plan.by_rule(*problem)
     assert chosen.images == taken
-    assert abs(sm90.plan.estimate(*problem) / measured - 1) < 0.08
+    assert abs(plans_sm90.plan.estimate(*problem) / measured - 1) < 0.08
 
 
 @pytest.mark.gpu

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from cudiff import ops
-from cudiff.cuda.kernels.convolution import sm90, wgrad_sm90
+from cudiff.cuda.kernels.convolution import plans_sm90, sm90, wgrad_sm90
 from cudiff.cuda.kernels.convolution.problem import (
     DGRAD,
     FPROP,
@@ -22,7 +22,6 @@ from cudiff.cuda.kernels.convolution.table import CONVOLUTION
 from cudiff.cuda.kernels.gemm import product
 from cudiff.cuda.kernels.gemm.product import Epilogue
 from cudiff.cuda.kernels.gemm.table import LINEAR
-from cudiff.cuda.launch import blocks
 from cudiff.cuda.select import Offer
 from cudiff.precision import allow_tf32
 from cudiff.tensor import Tensor
@@ -122,14 +121,14 @@ def divisions(tile):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tile", sm90.TILES, ids=str)
+@pytest.mark.parametrize("tile", plans_sm90.TILES, ids=str)
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("stream_k", [False, True])
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float32], ids=["bf16", "tf32"])
 def test_every_tile(hopper, rng, tile, transposed, stream_k, dtype):
     shape, outputs = (2, 11, 19, 136), 200
     (x, weight, bias, emb, out), (_, expected) = random_convolution(rng, shape, outputs, (3, 3), dtype, transposed)
-    chosen = sm90.fit(tile, shape, outputs, (3, 3), x.itemsize, stream_k=stream_k)
+    chosen = plans_sm90.fit(tile, shape, outputs, (3, 3), x.itemsize, stream_k=stream_k)
     assert chosen is not None
     given = Operands(x, weight, out, Epilogue(bias, emb, out))
     assert convolve(given, chosen, direction=DGRAD if transposed else FPROP) is None
@@ -151,7 +150,7 @@ CLUSTERED = [
 def test_blocks_share_the_depth(hopper, rng, dtype, transposed, adds, shared):
     for shape, (outputs, *kernel) in CLUSTERED:
         (x, weight, bias, emb, addend), results = random_convolution(rng, shape, outputs, kernel, dtype, transposed)
-        chosen = sm90.fit(sm90.TILES[-1], shape, outputs, tuple(kernel), x.itemsize, **shared)
+        chosen = plans_sm90.fit(plans_sm90.TILES[-1], shape, outputs, tuple(kernel), x.itemsize, **shared)
         assert chosen is not None
         out, again = (Tensor(np.full(addend.shape, np.nan, dtype), device="cuda").data for _ in range(2))
         epilogue = Epilogue(bias, emb, addend if adds else None)
@@ -188,8 +187,8 @@ def test_an_input_is_read_upsampled(hopper, rng, dtype, adds, shape, weight_shap
     problem = problem_of(FPROP, Operands(x, weight, addend), (1, 1), padding, Fusion.UPSAMPLE)._replace(products=1)
     assert Fusion.UPSAMPLE in sm90.offer(problem).fused
     seen = (*addend.shape[:3], shape[3])
-    for chosen in (None, *filter(None, (sm90.fit(tile, seen, outputs, kernel, x.itemsize, upsample=True, **shared)
-                                        for tile in sm90.TILES for shared in divisions(tile)))):
+    for chosen in (None, *filter(None, (plans_sm90.fit(tile, seen, outputs, kernel, x.itemsize, upsample=True, **shared)
+                                        for tile in plans_sm90.TILES for shared in divisions(tile)))):
         least = chosen and chosen._replace(halos=min(2, chosen.halos), weights=min(2, chosen.weights))
         out, again = (Tensor(np.full(addend.shape, np.nan, dtype), device="cuda") for _ in range(2))
         for target, plan, statistics in ((out, chosen, True), (again, least, False)):
@@ -208,7 +207,7 @@ def test_an_input_is_read_upsampled(hopper, rng, dtype, adds, shape, weight_shap
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tile", sm90.TILES, ids=str)
+@pytest.mark.parametrize("tile", plans_sm90.TILES, ids=str)
 @pytest.mark.parametrize("size, sources, scaled, taps", [
     ((100, 8, 8), (128, 64), True, 3), ((2, 11, 19), (64, 40), False, 3), ((3, 33, 17), (72, 0), True, 1),
     ((5, 16, 15), (64, 40), True, 1), ((5, 70, 9), (24, 0), False, 3), ((1, 13, 9), (128, 64), True, 3),
@@ -220,7 +219,7 @@ def test_gradient_to_a_norm(hopper, rng, tile, size, sources, scaled, taps, silu
     convolution = NormedConvolution(rng, size, sources, 200, taps, dtype, scaled, silu)
     dout, weight, norm, out = convolution.on_gpu()
     problem = dout.shape, sum(sources), (taps, taps), dout.itemsize
-    fitted = [sm90.fit(tile, *problem, **shared) for shared in divisions(tile)]
+    fitted = [plans_sm90.fit(tile, *problem, **shared) for shared in divisions(tile)]
     assert fitted[0] is not None
     given = Operands(dout, weight, out.data, norm=norm)
     assert Fusion.NORM_BACKWARD in sm90.offer(problem_of(DGRAD, given, (1, 1), convolution.padding)).fused
@@ -239,7 +238,7 @@ SKIPS = [
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("statistics", [False, True])
-@pytest.mark.parametrize("tile", sm90.TILES, ids=str)
+@pytest.mark.parametrize("tile", plans_sm90.TILES, ids=str)
 @pytest.mark.parametrize("shape, outputs, sources", SKIPS, ids=str)
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16], ids=["bf16", "fp16"])
 def test_a_skip_path_is_further_depth(hopper, rng, dtype, shape, outputs, sources, tile, statistics):
@@ -256,7 +255,7 @@ def test_a_skip_path_is_further_depth(hopper, rng, dtype, shape, outputs, source
         *(None if array is None else Tensor(array, device="cuda").data for array in (*images, skip_weight, skip_bias))
     )
     for shared in divisions(tile):
-        chosen = sm90.fit(tile, shape, outputs, (3, 3), x.itemsize, skip=sum(sources), **shared)
+        chosen = plans_sm90.fit(tile, shape, outputs, (3, 3), x.itemsize, skip=sum(sources), **shared)
         assert shared or chosen is not None
         if chosen is None:
             continue
@@ -312,59 +311,6 @@ def test_operands_that_start_anywhere(hopper, rng):
     assert np.array_equal(result(anywhere), result(lambda array: Tensor(array, device="cuda")))
 
 
-WIDTHS = (*range(1, 129, 7), 64, 104, 112, 120, 128)
-SIZES = [(height, width) for height in (1, 2, 3, 7, 16, 33, 64, 128) for width in WIDTHS]
-
-
-@pytest.mark.parametrize("kernel", [(r, s) for r in (1, 3) for s in sm90.COLUMNS])
-@pytest.mark.parametrize("upsample", [False, True])
-@pytest.mark.parametrize("itemsize, skip", [(2, 0), (4, 0), (2, 72), (2, 1000)])
-def test_every_plan_fits(kernel, itemsize, skip, upsample):
-    """What kernels/sm90/conv2d_sm90.cu needs of shared memory and its rings; some tile takes each shape."""
-    for height, width in SIZES:
-        for channels, outputs in ((8, 136), (72, 64), (1000, 20000)):
-            shape = (4, height, width, channels)
-            problem = shape, outputs, kernel, itemsize, skip, upsample
-            plans = sm90.plans(*problem)
-            assert sm90.plan(*problem) in plans
-            for tile, cluster, rows, each, halos, weights, shared, together, images in plans:
-                chunk_of = [chunk for chunk in range(blocks(channels * itemsize, 128)) for _ in range(kernel[1])]
-                chunk_of += [chunk_of[-1] + 1 + chunk for chunk in range(-(-skip * itemsize // 128))]
-                steps = len(chunk_of)
-                tiles = blocks(4, images) * blocks(height, rows) * blocks(width, 8)
-                iterations = 2 if together else blocks(tiles, each)
-                assert cluster == 1 or (iterations == 1 and each * blocks(outputs, 64) <= sm90.at_once(cluster))
-                parts = [(steps * rank // cluster, steps * (rank + 1) // cluster) for rank in range(cluster)]
-                assert all(first < last for first, last in parts)
-                chunks = max(len(set(chunk_of[first:last])) for first, last in parts)
-                assert rows <= height and images * (rows + kernel[0] // 2) - kernel[0] // 2 <= tile.pixels // 8
-                assert images == 1 or (rows == height and width <= 8 and cluster == 1 and not upsample)
-                assert halos >= min(2, chunks * iterations) and weights >= min(2, -(-steps // cluster))
-                pitch, weight = 7 + kernel[1] + (2 if upsample and kernel[1] in (3, 7) else 0), kernel[0] * 8192
-                halo = blocks((tile.pixels // 8 + kernel[0] - 1) * pitch * 128, 1024) * 1024
-                assert 16 * (halos + weights) + 40 <= sm90.BARRIER_BYTES == 1024
-                finished = 1 if together and tiles * blocks(outputs, 64) <= each else min(2, iterations)
-                others = 1024 * (1 + images) + (tile.pixels * 64 * 4 if cluster > 1 else 0)
-                others += finished * blocks(tile.pixels // 8 // cluster, 2) * 2 * 8 * 64 * itemsize
-                assert others + halos * halo + weights * weight <= shared <= sm90.SHARED_BYTES - 1024
-                room = sm90.SHARED_BYTES - 1024 - others - min(2, chunks * iterations) * halo
-                assert kernel == (1, 1) or skip or weights == min(16, room // weight, -(-steps // cluster))
-
-
-@pytest.mark.parametrize("images", [1, 16, 32, 64])
-@pytest.mark.parametrize("size, skip, outputs", [
-    (64, 128, 64), (64, 192, 64), (32, 64, 128), (32, 192, 128), (32, 256, 128), (32, 320, 128), (16, 128, 192),
-    (16, 320, 192), (16, 384, 192), (16, 448, 192), (8, 192, 256), (8, 448, 256), (8, 512, 256),
-])
-def test_a_skip_path_costs_less_than_a_launch_of_its_own(images, size, skip, outputs):
-    """Of each residual block of the U-Net that is measured."""
-    shape, image, kernel = (images, size, size, outputs), (1, images * size**2 // 8, 8, skip), (3, 3)
-    alone = sm90.plan.estimate(shape, outputs, kernel, 2, 0, False)
-    path = sm90.plan.estimate(image, outputs, (1, 1), 2, 0, False)
-    both = sm90.plan.estimate(shape, outputs, kernel, 2, skip, False)
-    assert both < alone + path
-
-
 HALF, SINGLE = np.dtype(np.float16), np.dtype(np.float32)
 
 
@@ -412,7 +358,8 @@ def test_full_tiles_are_no_slower(images):
         assert math.prod(tiles) == math.prod(images)
         assert not apart or tiles[0] == images[0]
         problems = [((*taken, 192), 576, (1, 1), 2, 0, False) for taken in (tiles, images)]
-        full, own = (min(sm90.time(plan, *p) for plan in sm90.plans(*p) if plan.images == 1) for p in problems)
+        full, own = (min(plans_sm90.time(plan, *p) for plan in plans_sm90.plans(*p)
+                         if plan.images == 1 and not plan.whole_rows) for p in problems)
         assert full <= own
 
 

@@ -6,13 +6,14 @@ import pytest
 
 from cudiff import ops
 from cudiff.cuda.deferred import deferred
-from cudiff.cuda.kernels.convolution import sm90, wgrad_sm90
+from cudiff.cuda.kernels.convolution import plans_sm90, sm90, wgrad_sm90
 from cudiff.cuda.kernels.convolution.problem import FPROP, WGRAD, Fusion, Image, Operands, Problem, Weight, problem_of
 from cudiff.cuda.launch import blocks
 from cudiff.cuda.select import Offer
 from cudiff.tensor import Tensor
 from tests.check import relative_error
-from tests.ops.test_conv2d_sm90 import SIZES, TOLERANCES
+from tests.ops.test_conv2d_plans import SIZES
+from tests.ops.test_conv2d_sm90 import TOLERANCES
 
 
 def run(x, dout, dweight, add, plan=None, x2=None):
@@ -24,16 +25,17 @@ def run(x, dout, dweight, add, plan=None, x2=None):
 @pytest.mark.gpu
 @pytest.mark.parametrize("cluster, splits", [(1, 1), (1, 5), (2, 2), (2, 6), (4, 4), (8, 8)])
 @pytest.mark.parametrize("outputs, channels", [(136, 200), (64, 3), (3, 64)])
-@pytest.mark.parametrize("kernel, columns", [((3, 3), 9), ((3, 3), 8), ((3, 3), 30), ((1, 1), 9)])
+@pytest.mark.parametrize("kernel, columns", [((3, 3), 9), ((3, 3), 8), ((3, 3), 30), ((1, 1), 9), ((3, 3), 24)])
 def test_wgrad_in_splits_adds_to_what_is_there(hopper, rng, outputs, channels, cluster, splits, kernel, columns):
-    x, dout = (rng.standard_normal((3, 48, columns, c)).astype(ml_dtypes.bfloat16) for c in (channels, outputs))
+    x, dout = (rng.standard_normal((3, 61, columns, c)).astype(ml_dtypes.bfloat16) for c in (channels, outputs))
     weight = Tensor(np.zeros((outputs, *kernel, channels)), requires_grad=True)
     ops.conv2d(Tensor(x.astype(np.float64)), weight, padding=kernel[0] // 2).backward(dout.astype(np.float64))
     before = rng.standard_normal(weight.shape).astype(np.float32)
     operands = [Tensor(array, device="cuda").data for array in (x, dout)]
-    plans = wgrad_sm90.plans((3, 48, columns), (weight.shape,), upsample=False)
-    cuts = {plan[:2]: plan._replace(cluster=cluster, splits=splits) for plan in plans}
-    assert cuts
+    plans = wgrad_sm90.plans((3, 61, columns), (weight.shape,), upsample=False)
+    cuts = {(plan[:2], plan.cut): plan._replace(cluster=cluster, splits=splits) for plan in plans}
+    assert all(plan.cut.steps((3, 61, columns)) >= splits for plan in cuts.values())
+    assert {plan.cut.whole_rows for plan in cuts.values()} == {columns % 8 > 0, columns == 24 or columns % 8 > 0}
     for chosen in cuts.values():
         dweight = Tensor(before, device="cuda").data
         run(*operands, dweight, True, chosen)
@@ -189,20 +191,31 @@ def test_every_wgrad_fits(kernel_rows, upsample):
                 continue
             assert wgrad_sm90.plan(images, weights, upsample) in plans
             for plan in plans:
-                halo = blocks((plan.rows + kernel_rows - 1) * (width + plan.taps - 1 + 2 * upsample) * 128, 1024) * 1024
-                assert plan.stages * (plan.rows * width * 128 + plan.across * halo) + 16 * plan.stages <= plan.shared
-                assert plan.rows * width % 16 == 0 and plan.rows * width <= 256
-                assert 1 <= plan.across <= (3 if kernel_rows == 1 else 1) and plan.stages >= 2
-                assert plan.taps == 1 or (kernel_rows == 3 and (width == 8 or width % 16 == 0))
-                steps = 2 * blocks(height, plan.rows) * blocks(columns, width)
+                _, rows, pitch, stages, shared = cut = plan.cut
+                dout, halo = rows * pitch, (rows + kernel_rows - 1) * (pitch + plan.taps - 1 + 2 * upsample)
+                if cut.whole_rows:  # zeros follow the rows, so far as products read
+                    assert pitch == columns + plan.taps // 2 and columns % 8 + plan.taps > 1
+                    assert rows * pitch <= cut.pixels
+                    dout, halo = cut.pixels, cut.pixels + (kernel_rows - 1) * pitch + plan.taps - 1
+                else:
+                    assert pitch == width and (plan.taps == 1 or width == 8 or width % 16 == 0)
+                halo = blocks(halo * 128, 1024) * 1024
+                assert stages * (dout * 128 + plan.across * halo) + 16 * stages <= shared
+                assert dout % 16 == 0 and dout <= 256
+                assert 1 <= plan.across <= (3 if kernel_rows == 1 else 1) and stages >= 2
+                assert plan.taps == 1 or kernel_rows == 3
+                steps = 2 * blocks(height, rows) * blocks(columns, pitch)
+                assert cut.steps(images) == steps
                 assert plan.cluster <= plan.splits <= steps and plan.splits % plan.cluster == 0
-                assert 256 * 64 * kernel_rows * plan.across * plan.taps + 16 * plan.stages <= plan.shared
-                assert plan.shared + 1024 <= sm90.SHARED_BYTES
+                assert 256 * 64 * kernel_rows * plan.across * plan.taps + 16 * stages <= shared
+                assert shared + 1024 <= plans_sm90.SHARED_BYTES
+            if columns <= 128 and kernel_rows == 3 and not upsample:
+                assert any(plan.taps == 3 for plan in plans), "of any width"
             rows, across, stages, shared = wgrad_sm90.fit_tf32(height, columns, channels, kernel_rows)
             part = wgrad_sm90.width_of(columns, wgrad_sm90.TF32_COLUMNS)
             assert rows * part <= 128 and 1 <= rows <= height and across >= 1 and stages >= 3
             sums = kernel_rows**2 * across * 16 * 128 * 4
-            assert sums + 16 * stages <= shared <= sm90.SHARED_BYTES - 1024
+            assert sums + 16 * stages <= shared <= plans_sm90.SHARED_BYTES - 1024
 
 
 @pytest.mark.parametrize("columns", [*range(1, 30), 112, 113, 200, 256])

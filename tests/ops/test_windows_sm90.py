@@ -6,7 +6,7 @@ import pytest
 
 from cudiff import Tensor
 from cudiff.cuda import tiles
-from cudiff.cuda.kernels.convolution import sm90, windows_sm90
+from cudiff.cuda.kernels.convolution import plans_sm90, windows_sm90
 from cudiff.cuda.kernels.convolution.problem import (
     DGRAD,
     FPROP,
@@ -88,10 +88,10 @@ def test_conv2d_leaves_only_statistics_that_it_cannot_write():
 def test_a_block_s_smallest_tiles_are_counted_with_all_their_images(images, share):
     """A tile has four of one pixel: 32 blocks have a tile each, or two."""
     asked = (images, 1, 1, 256), 256, (3, 3), 2, 0, False
-    chosen, = sm90.plan.by_rule(*asked)
+    chosen, = plans_sm90.plan.by_rule(*asked)
     assert (chosen.choice, chosen.blocks) == ([64, 1, 0, 4], 32)
     found = windows_sm90.otherwise(convolution(FPROP, (images, 1, 1), 256, 256, 3))
-    assert found == share * sm90.plan.estimate(*asked)
+    assert found == share * plans_sm90.plan.estimate(*asked)
 
 
 def on_gpu(array):

@@ -4,55 +4,27 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 from cudiff.backend import Array, float32, is_low
-from cudiff.cuda.device import multiprocessors
 from cudiff.cuda.exchange import exchange_workspace
+from cudiff.cuda.kernels.convolution.plans_sm90 import (
+    CHANNELS,
+    ROW_BYTES,
+    Plan,
+    pitch_of,
+    plan,
+    spared_k_steps,
+    tiles_of,
+)
 from cudiff.cuda.kernels.convolution.problem import AFTERWARDS, DGRAD, EPILOGUE, WGRAD, Fusion, Image, Operands, Problem
 from cudiff.cuda.kernels.shape import turned
 from cudiff.cuda.launch import Launch, blocks, empty
 from cudiff.cuda.select import Offer
 from cudiff.cuda.tensor_map import form_of
-from cudiff.cuda.tiles import Planner
 from cudiff.statistics import ChannelStatistics, Kind, moments
 
-CHANNELS = 64  # of a tile
-ROW_BYTES = 128  # of shared memory
-SHARED_BYTES = 228 << 10  # of a multiprocessor; a block takes 1 KiB more than it asks for
-BARRIER_BYTES = 1024
-MAP_BYTES = 1024  # of the affine maps of a norm's channels
-CLUSTERS = (1, 2, 4, 8)  # blocks of a cluster
 COLUMNS = (1, 3, 5, 7)  # of taps
-MOST_PARTS = 16  # blocks of a tile with stream-K: the first adds what others leave, in turn. Up to 11 were measured
-IMAGES = {2: 256, 3: 256, 4: 192}  # of a tile of several, and its most pixels: four of 6x6 or 7x7 spill registers
-MOST_HALOS = 8  # halo tiles in flight
-MOST_SHARES = 3  # tiles of a block with stream-K: with more, whole ones took less time at 10 of 11 shapes
-
-
-class Tile(NamedTuple):
-    """An output tile and its times on an H200. A warpgroup computes 64 channels of it in one iteration.
-
-    pixels: of the tile. iteration: fixed microseconds of an iteration. step: microseconds for each tap and each
-    128-byte chunk of channels. skip: the time of a chunk of a skip path, in units of `step`. It has one tap, and waits
-    for its halo tile.
-    """
-
-    pixels: int
-    iteration: float
-    step: float
-    skip: float
-
-
-TILES = (
-    Tile(256, 1.1, 0.277, 3.7), Tile(224, 0.99, 0.245, 3.2), Tile(208, 0.94, 0.23, 2.95), Tile(192, 0.88, 0.214, 2.7),
-    Tile(160, 0.76, 0.182, 2.2), Tile(136, 0.68, 0.158, 1.83), Tile(128, 0.65, 0.15, 1.7), Tile(112, 0.6, 0.14, 1.6),
-    Tile(96, 0.55, 0.13, 1.55), Tile(64, 0.45, 0.11, 1.4),
-)
-"""Times of tiles that are not in ALWAYS are interpolated. Relative to 256's they were measured within 3 %, forwards by
-those of 136 and 208 pixels, with several images, within 10 % of their estimates."""
-ALWAYS = (256, 128, 64)
-"""Pixels of the tiles that are tried for images of any height: see `plans`."""
 
 
 def supports(p: Problem) -> bool:
@@ -163,186 +135,6 @@ def _skip_gains(p: Problem, skip: int) -> bool:
     return plan.estimate(shape, outputs, p.kernel, itemsize, skip, upsample) <= apart
 
 
-class Plan(NamedTuple):
-    """A launch configuration. cluster: blocks of a cluster, which split the depth. rows: of an output tile. blocks:
-    clusters for each 64 output channels. halos: halo tiles in flight. weights: weights in flight, of R taps each.
-    shared: bytes of shared memory. together: 0, or with stream-K (arXiv 2301.03598), where all tiles are cut along the
-    depth into equal shares, one for each of `blocks`: how many blocks read the same weights at the same time. images:
-    of a tile; of several, each has `rows` of it."""
-
-    tile: Tile
-    cluster: int
-    rows: int
-    blocks: int
-    halos: int
-    weights: int
-    shared: int
-    together: int = 0
-    images: int = 1
-
-    @property
-    def choice(self) -> list[int]:
-        shares = int(self.together > 0)
-        return [self.tile.pixels, self.cluster, *([shares, self.images] if self.images > 1 else [1] * shares)]
-
-
-def plans(shape: tuple[int, ...], outputs: int, kernel: tuple[int, int], itemsize: int, skip: int,
-          upsample: bool) -> list[Plan]:
-    """All plans. shape: x's, after upsampling. outputs: channels of the result. skip: channels of a skip path, or 0.
-
-    Tiles other than ALWAYS are tried where they cover an image with fewer rows than those of 256 and of 128 pixels do:
-    28 rows are one tile of 224 pixels, 40 are two of 160. Several images are tried in the smallest tile that they fit.
-    """
-    fewest = min(_covered(shape[1], pixels) for pixels in ALWAYS[:2])
-    fitted = (
-        fit(tile, shape, outputs, kernel, itemsize, cluster, skip, upsample, stream_k)
-        for tile in TILES if tile.pixels in ALWAYS or _covered(shape[1], tile.pixels) < fewest
-        for cluster, stream_k in (*((cluster, False) for cluster in CLUSTERS), (1, True))
-    )
-    several = (
-        fit(tile, shape, outputs, kernel, itemsize, 1, skip, upsample, stream_k, images)
-        for tile, images in _of_several(shape, kernel[0], upsample) for stream_k in (False, True)
-    )
-    return [plan for plan in (*fitted, *several) if plan is not None]
-
-
-@functools.cache
-def _of_several(shape: tuple[int, ...], taps: int, upsample: bool) -> list[tuple[Tile, int]]:
-    """The smallest tile for each number of whole images of this shape, which are up to 8 pixels wide. Between two lie
-    the rows of zeros that pad both, so many as `taps` // 2, half of the rows of taps."""
-    if upsample or shape[2] > 8:
-        return []
-    gap, found = taps // 2, []
-    for images, most in IMAGES.items():
-        fitting = [tile for tile in TILES if images * (shape[1] + gap) - gap <= tile.pixels // 8 <= most // 8]
-        if fitting and images <= shape[0]:
-            found.append((min(fitting), images))
-    return found
-
-
-def _covered(height: int, pixels: int) -> int:
-    """Rows of the tiles that cover an image of so many rows."""
-    return blocks(height, pixels // 8) * (pixels // 8)
-
-
-@functools.cache
-def tiles_of(shape: tuple[int, ...], rows: int) -> int:
-    """Output tiles, 8 pixels wide and `rows` high, of one image of (N, H, W, C)."""
-    return blocks(shape[1], rows) * blocks(shape[2], 8)
-
-
-def count_of(shape: tuple[int, ...], rows: int, images: int) -> int:
-    """Output tiles of all images, `images` of them and `rows` of each in a tile."""
-    return blocks(shape[0], images) * tiles_of(shape, rows)
-
-
-@functools.cache
-def pitch_of(columns: int, upsample: bool) -> int:
-    """Pixels of a row of a halo tile, for a weight of `columns` columns. With `upsample` they are loaded in pairs."""
-    return 8 + columns - 1 + (2 * (columns // 2 % 2) if upsample else 0)
-
-
-def steps_of(channels: int, kernel: tuple[int, int], itemsize: int, skip: int) -> tuple[int, int]:
-    """A tile's steps for x, each R taps of a chunk of channels; and for the skip path, each a chunk of channels."""
-    own, skips = (-(-count * itemsize // ROW_BYTES) for count in (channels, skip))
-    return kernel[1] * own, skips
-
-
-def spared_k_steps(channels: int, itemsize: int) -> int:
-    """How many of the last chunk's four k-steps, of 32 bytes each, lie beyond so many channels: they are left out."""
-    return -channels * itemsize % ROW_BYTES // 32
-
-
-def splits_of(steps: int, cluster: int) -> list[tuple[int, int]]:
-    """For each block of a cluster, its first step and the next block's first step."""
-    return [(steps * rank // cluster, steps * (rank + 1) // cluster) for rank in range(cluster)]
-
-
-def at_once(cluster: int) -> int:
-    """How many clusters of `cluster` blocks run at once, each block on a multiprocessor of its own. Clusters of four
-    and more blocks fit on only 120 of an H200's 132 multiprocessors."""
-    count = multiprocessors()
-    return (count if cluster <= 2 else count * 120 // 132) // cluster
-
-
-def fit(tile: Tile, shape: tuple[int, ...], outputs: int, kernel: tuple[int, int], itemsize: int,
-        cluster: int = 1, skip: int = 0, upsample: bool = False, stream_k: bool = False,
-        images: int = 1) -> Plan | None:
-    """The plan for this tile and cluster, or None. With `images` above 1 the tile is one of `_of_several`.
-
-    It is None if shared memory has no room for two halo tiles and two weights of R taps. With `upsample` it must have
-    room for three weights, because halo tiles are loaded row by row: with two, 128 channels at 64 x 64 take 69 µs, with
-    a smaller tile 64. It is also None if a cluster's blocks cannot split the depth: each must have a step of it, and
-    all clusters must run at once. Only the smallest tile is split, because larger ones gained nothing. There is no
-    plan with `stream_k` if a block has more than MOST_SHARES tiles.
-    """
-    rows = min(shape[1], tile.pixels // 8)
-    count = count_of(shape, rows, images)
-    iterations = blocks(count, max(1, at_once(cluster) // blocks(outputs, CHANNELS)))
-    own, skips = steps_of(shape[3], kernel, itemsize, skip)
-    each, together, finished = blocks(count, iterations), 0, min(2, iterations)
-    if stream_k:
-        everything = count * blocks(outputs, CHANNELS)
-        if everything > MOST_SHARES * multiprocessors():
-            return None
-        together = max(d for d in range(1, multiprocessors() + 1) if multiprocessors() % d == count % d == 0)
-        each = min(multiprocessors(), everything * min(own + skips, MOST_PARTS))
-        iterations, finished = 2, 1 if everything <= each else 2  # it finishes the tiles that it begins
-    if cluster > 1 and (iterations > 1 or cluster > own + skips or tile is not TILES[-1]):
-        return None
-    splits = splits_of(own + skips, cluster)
-
-    def chunk(step: int) -> int:
-        return min(step, own) // kernel[1] + max(0, step - own)
-
-    chunks = max(chunk(last - 1) - chunk(first) + 1 for first, last in splits)
-    steps = max(last - first for first, last in splits)
-    halo = blocks((tile.pixels // 8 + kernel[0] - 1) * pitch_of(kernel[1], upsample) * ROW_BYTES, 1024) * 1024
-    weight = kernel[0] * CHANNELS * ROW_BYTES
-    results = finished * blocks(tile.pixels // 8 // cluster, 2) * 2 * 8 * CHANNELS * itemsize
-    if cluster > 1:
-        results += tile.pixels * CHANNELS * 4
-    others = BARRIER_BYTES + images * MAP_BYTES + results
-    room = SHARED_BYTES - 1024 - others
-    # A 1x1 convolution and a skip path read a halo tile for one step only: they need more of them in flight.
-    for halos in (MOST_HALOS, 6, 4, 2) if kernel == (1, 1) else (4 if skip else 2, 2):
-        weights = min(steps, 16, (room - min(halos, chunks * iterations) * halo) // weight)
-        if weights >= min(steps, max(4, halos)):
-            break
-    if weights < min(steps, 3 if upsample else 2):
-        return None
-    halos = min(MOST_HALOS, chunks * iterations, (room - weights * weight) // halo)
-    return Plan(tile, cluster, rows, each, halos, weights, halos * halo + weights * weight + others, together, images)
-
-
-def time(chosen: Plan, shape: tuple[int, ...], outputs: int, kernel: tuple[int, int], itemsize: int, skip: int,
-         upsample: bool) -> float:
-    """Estimated microseconds, as measured on an H200."""
-    tiles = count_of(shape, chosen.rows, chosen.images)
-    own, skips = steps_of(shape[3], kernel, itemsize, skip)
-    spared = kernel[1] * spared_k_steps(shape[3], itemsize) / 4  # of x's steps
-    taps = max(
-        kernel[0] * (min(last, own) - min(first, own)) * (1 - spared / own)
-        + chosen.tile.skip * (max(last, own) - max(first, own))
-        for first, last in splits_of(own + skips, chosen.cluster)
-    )
-    weights = outputs * (math.prod(kernel) * shape[3] + skip) * itemsize / 1e6  # with few images to be read from memory
-    chunks = blocks(own, kernel[1] * chosen.cluster)
-    loads = 0.105 * chunks * (chosen.rows + kernel[0] - 1) if upsample else 0.0  # of halo tiles, row by row
-    if chosen.together:
-        shares = tiles * blocks(outputs, CHANNELS) / chosen.blocks
-        products = max(1.07 * shares * max(taps * chosen.tile.step, loads), weights / 3.4)
-        exchange = (0.13 + 0.004 * chosen.tile.pixels) / shares  # by a tile's blocks in turn
-        return 4.9 + (shares + 1) * chosen.tile.iteration + products + exchange
-    iterations = blocks(tiles, chosen.blocks)
-    walk = max(chosen.tile.iteration + taps * chosen.tile.step, loads)
-    products = max(iterations * walk, iterations * chosen.tile.iteration + weights / 2.8)
-    return 3.4 + products + (0.7 if chosen.cluster > 1 else 0.0)
-
-
-plan = Planner("conv2d_sm90", plans, time, version=2)
-
-
 def full_tiles(images: tuple[int, ...], apart: bool) -> tuple[int, int, int]:
     """The shape (N, H, W) as which a 1×1 convolution, which needs no neighbours, views its images.
 
@@ -390,11 +182,13 @@ class Configured:
     """The same with a plan: calls launch the kernel."""
 
     def __init__(self, ready: Prepared, chosen: Plan):
-        tile, cluster, rows, each, halos, weights, shared, together, images = chosen
+        tile, cluster, rows, each, halos, weights, shared, together, images, whole_rows = chosen
         p, kernel, upsample, (n, height, columns) = ready.p, ready.p.kernel, ready.upsample, ready.images
         dtype, chunk, first = p.x.dtype, ROW_BYTES // p.x.dtype.itemsize, p.norm if ready.norm else (p.out,)
         self.ready, self.plan = ready, chosen
-        pitch, self.result_box = pitch_of(kernel[1], upsample), (1, min(rows, tile.pixels // 8 // cluster), 8, chunk)
+        pitch = pitch_of(kernel[1], upsample, columns if whole_rows else 0)
+        width = pitch if whole_rows else 8
+        self.result_box = 1, min(rows, tile.pixels // 8 // cluster), width, chunk
         halo_box = (1, 1, pitch // 2, 2, chunk) if upsample else (1, rows + kernel[0] - 1, pitch, chunk)
 
         def form(image: Image | None, box: tuple[int, ...], images: tuple[int, ...] = ready.images,
@@ -403,10 +197,10 @@ class Configured:
 
         self.x, self.x2 = (form(image, halo_box, ready.read, twice=upsample) for image in (p.x, p.x2))
         self.out, self.out2 = (form(image, self.result_box, operand=False) for image in (p.out, p.x2))
-        read, box = (p.skip, (1, rows, 8, chunk)) if ready.skip else (p.norm if ready.norm else (), self.result_box)
+        read, box = (p.skip, (1, rows, width, chunk)) if ready.skip else (p.norm if ready.norm else (), self.result_box)
         self.sources = [form(image, box, operand=False) for image in (*read, p.out, p.out)[:2]]
         kind = moments(dtype) if ready.moments else Kind.PRODUCTS if ready.norm else None
-        tiles = tiles_of((*ready.images, 0), rows) * cluster
+        tiles = tiles_of((*ready.images, 0), rows, whole_rows) * cluster
         self.statistics = None if kind is None else (kind, (n, tiles, ready.outputs, kind.numbers))
         self.parts = (each, tile.pixels // 8, 128, 4) if together else None
         fprop, spared = p.direction != DGRAD or ready.turns, spared_k_steps(ready.channels, dtype.itemsize)
@@ -421,7 +215,7 @@ class Configured:
             PASS="FPROP" if fprop else "DGRAD", PIXELS=tile.pixels,
             ADDS=int(ready.adds), STATISTICS=int(ready.moments), NORM=(1 if p.silu else 2) if ready.norm else 0,
             RELU=int(Fusion.RELU in ready.fused), SKIP=int(ready.skip), CLUSTER=cluster, UPSAMPLE=int(upsample),
-            SPARED=spared, STREAM_K=int(together > 0), IMAGES=images,
+            SPARED=spared, STREAM_K=int(together > 0), IMAGES=images, WHOLE_ROWS=int(whole_rows),
         )
 
     def __call__(self, given: Operands, weight: Array, addend: Array | None) -> ChannelStatistics | None:

@@ -20,7 +20,7 @@ import math
 from typing import NamedTuple
 
 from cudiff.backend import is_low
-from cudiff.cuda.kernels.convolution import portable, sm90, wgrad_sm90
+from cudiff.cuda.kernels.convolution import plans_sm90, portable, sm90, wgrad_sm90
 from cudiff.cuda.kernels.convolution.problem import DGRAD, EPILOGUE, WGRAD, Fusion, Operands, Problem
 from cudiff.cuda.kernels.gemm.matmul import rows_of
 from cudiff.cuda.kernels.gemm.product import Epilogue
@@ -162,9 +162,11 @@ def otherwise(p: Problem) -> float:
     fused = skip if Fusion.SKIP in found.fused else 0
     channels, itemsize = depth // math.prod(p.kernel), p.x.dtype.itemsize
     asked = (*images, channels), columns, p.kernel, itemsize, fused, False
-    tiles, = sm90.plan.by_rule(*asked)
-    total = sm90.plan.estimate(*asked)
-    if tiles.tile is sm90.TILES[-1] and tiles.blocks < sm90.count_of(images, tiles.rows, tiles.images):
+    tiles, = plans_sm90.plan.by_rule(*asked)
+    total = plans_sm90.plan.estimate(*asked)
+    if tiles.tile is plans_sm90.TILES[-1] and tiles.blocks < plans_sm90.count_of(
+        images, tiles.rows, tiles.images, tiles.whole_rows
+    ):
         total *= SMALL_SHARE
     if one_tap:
         total = max(total, 2 * rows * columns * depth / ONE_TAP_FLOPS)

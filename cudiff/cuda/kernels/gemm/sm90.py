@@ -12,7 +12,7 @@ import numpy as np
 
 from cudiff.backend import Array, array_module, float32, is_low
 from cudiff.cuda.device import multiprocessors
-from cudiff.cuda.kernels.convolution import sm90, wgrad_sm90
+from cudiff.cuda.kernels.convolution import plans_sm90, sm90, wgrad_sm90
 from cudiff.cuda.kernels.convolution.problem import (
     AFTERWARDS,
     DGRAD,
@@ -102,7 +102,7 @@ def _time_as_convolution(p: Problem) -> float:
         return np.inf
     rows, columns, depth, _ = _product(p)
     shape = *sm90.full_tiles(p.x.shape[:3], apart=False), depth
-    estimate = sm90.plan.estimate(shape, columns, p.kernel, p.x.dtype.itemsize, 0, False)
+    estimate = plans_sm90.plan.estimate(shape, columns, p.kernel, p.x.dtype.itemsize, 0, False)
     return max(estimate, 2 * rows * columns * depth / ONE_TAP_FLOPS)
 
 
@@ -197,7 +197,7 @@ def plans(rows: int, columns: int, depth: int, low_out: bool, batches: int = 1,
         if width == NARROW < across or (images and not transposed):
             continue
         # A cluster computes one tile, with at least a step for each block, and all clusters run at once.
-        tiles, at_once = batches * _tiles(plan, rows, columns), sm90.at_once(cluster)
+        tiles, at_once = batches * _tiles(plan, rows, columns), plans_sm90.at_once(cluster)
         if cluster == 1 or (cluster <= blocks(depth, DEPTH) and tiles <= at_once):
             yield plan
         if cluster == batches == 1 and not low_out:
@@ -221,7 +221,7 @@ def time(chosen: Plan, rows: int, columns: int, depth: int, low_out: bool, batch
     finish = (1.6 if low_out else 2.5 if transposed and cluster == 1 else 2.7) * max(width, 128) / 256 + sent / 14e3
 
     def waves(tiles: int, steps: int) -> float:
-        return math.ceil(tiles / sm90.at_once(cluster)) * (steps * STEPS[width] + finish)
+        return math.ceil(tiles / plans_sm90.at_once(cluster)) * (steps * STEPS[width] + finish)
 
     if splits == 1:
         return 3 + waves(tiles, blocks(steps, cluster))
