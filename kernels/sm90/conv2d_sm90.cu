@@ -259,9 +259,12 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
         if (READS || SKIP) prefetch(addend);
         if (SKIP) prefetch(skip_weight);
     }
-    for (int i = threadIdx.x; i < a_stages * more * 8; i += THREADS)  // the padding after a halo tile's last row
-        reinterpret_cast<float4*>(shared + (halos - base) + i / (more * 8) * halo_bytes + halo * ROW_BYTES)[i % (more * 8)] = {};
-    if (WHOLE_ROWS) fence_writes();
+    if constexpr (WHOLE_ROWS) {  // the zeros after a halo tile's last row
+        u8* after = shared + (halos - base) + halo * ROW_BYTES;
+        for (int i = threadIdx.x; i < a_stages * more * 8; i += THREADS)
+            reinterpret_cast<float4*>(after + i / (more * 8) * halo_bytes)[i % (more * 8)] = {};
+        fence_writes();
+    }
     cluster_arrive_relaxed();
 
     int chunks = CEIL_DIV(C, CHUNK), across = WHOLE_ROWS ? 1 : CEIL_DIV(W, 8), tiles = across * CEIL_DIV(H, rows);
@@ -472,15 +475,11 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
                     }
                     other = v;
                 }
-                if constexpr (SUMS && WHOLE_ROWS) {
-                    int at = (row + i / 2) * 8;
-                    if (at < inside && w < W) add(total[i % 2], v.x, other.x);
-                    if (at + 1 < inside && (w + 1 < W || w + 1 == pitch)) add(total[i % 2], v.y, other.y);
-                    if (i % 2 == 1) w = w + 8 < pitch ? w + 8 : w + 8 - pitch;
-                } else if (SUMS && image < images && row + i / 2 - image * IMAGE_ROWS < rows_inside) {
-                    if (w < W) add(total[i % 2], v.x, other.x);
-                    if (w + 1 < W) add(total[i % 2], v.y, other.y);
-                }
+                bool counts = SUMS && image < images && row + i / 2 - image * IMAGE_ROWS < rows_inside, next = counts;
+                if (WHOLE_ROWS) counts = SUMS && (row + i / 2) * 8 < inside, next = SUMS && (row + i / 2) * 8 + 1 < inside;
+                if (counts && w < W) add(total[i % 2], v.x, other.x);  // branches for both pixels took 3 % of a step
+                if (next && (w + 1 < W || (WHOLE_ROWS && w + 1 == pitch))) add(total[i % 2], v.y, other.y);
+                if (WHOLE_ROWS && i % 2 == 1) w = w + 8 < pitch ? w + 8 : w + 8 - pitch;
             }
             if constexpr (LOW) stmatrix_transposed(at_row, words);
         }

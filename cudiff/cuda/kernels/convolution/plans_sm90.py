@@ -94,7 +94,6 @@ def plans(shape: tuple[int, ...], outputs: int, kernel: tuple[int, int], itemsiz
     whole = (
         fit(tile, shape, outputs, kernel, itemsize, 1, skip, upsample, stream_k, whole_rows=True)
         for tile in _of_whole_rows(shape, kernel[1], upsample) for stream_k in (False, True)
-        if tile.pixels < 256 or not stream_k  # which spill registers
     )
     return [plan for plan in (*fitted, *several, *whole) if plan is not None]
 
@@ -116,10 +115,10 @@ def _of_several(shape: tuple[int, ...], taps: int, upsample: bool) -> list[tuple
 @functools.cache
 def _of_whole_rows(shape: tuple[int, ...], columns: int, upsample: bool) -> list[Tile]:
     """The smallest tile of whole rows for each number of tiles of an image, for a weight of `columns` columns. There is
-    none where the columns of 8 pixels of other tiles fill the image's width."""
+    none where the columns of 8 pixels of other tiles fill the image's width. With 256 pixels registers spill."""
     if upsample or shape[2] < 8 or shape[2] % 8 == 0:
         return []
-    rows = {tile: tile.pixels // pitch_of(columns, False, shape[2]) for tile in TILES}
+    rows = {tile: tile.pixels // pitch_of(columns, False, shape[2]) for tile in TILES[1:]}
     return list({blocks(shape[1], most): tile for tile, most in rows.items() if most > 0}.values())
 
 
