@@ -116,10 +116,10 @@ class Table:
         for which no GPU is needed. Then `watched` is not told, and plans are those of the least estimated time, not
         tuned ones. Raises CudiffError if no row serves the problem.
         """
-        return self.find(lambda problem: problem, (problem,), architecture)[1]
+        return self.selected(lambda problem: problem, (problem,), architecture)[1]
 
-    def find(self, problem_of: Callable[..., Any], fields: tuple,
-             architecture: str | None = None) -> tuple[Any, Choice]:
+    def selected(self, problem_of: Callable[..., Any], fields: tuple,
+                 architecture: str | None = None) -> tuple[Any, Choice]:
         """The problem problem_of(*fields), and what `select` says of it: both are found once for all equal fields."""
         # The GPU's name belongs to the target, because plans are tuned for a GPU, not for an architecture; and its
         # multiprocessors, for which offers prepare grids.

@@ -141,7 +141,7 @@ def fprop(given: Operands, stride: Pair, padding: Pair, dilation: Pair = (1, 1),
         return None
     fields = fields_of(FPROP, given, stride, padding, statistics and Fusion.STATISTICS, relu and Fusion.RELU,
                        upsample and Fusion.UPSAMPLE, dilation=dilation, groups=groups)
-    problem, chosen = CONVOLUTION.find(problem_of, fields)
+    problem, chosen = CONVOLUTION.selected(problem_of, fields)
     if Fusion.SKIP in chosen.left:
         given = given._replace(skip=None, epilogue=given.epilogue._replace(addend=_skipped(given)))
         return fprop(given, stride, padding, statistics=statistics, relu=relu, upsample=upsample)
@@ -176,7 +176,7 @@ def dgrad(given: Operands, stride: Pair, padding: Pair, dilation: Pair = (1, 1),
     if given.out.size == 0:
         return None
     fields = fields_of(DGRAD, given, stride, padding, sums and Fusion.SUMS, dilation=dilation, groups=groups)
-    problem, chosen = CONVOLUTION.find(problem_of, fields)
+    problem, chosen = CONVOLUTION.selected(problem_of, fields)
     assert Fusion.CAST not in chosen.left
     return chosen.row.run(given, chosen.offer, problem)
 
@@ -190,7 +190,7 @@ def wgrad(given: Operands, stride: Pair, padding: Pair, dilation: Pair = (1, 1),
             given.weight.fill(0)
         return None
     fields = fields_of(WGRAD, given, stride, padding, upsample and Fusion.UPSAMPLE, dilation=dilation, groups=groups)
-    problem, chosen = CONVOLUTION.find(problem_of, fields)
+    problem, chosen = CONVOLUTION.selected(problem_of, fields)
     if Fusion.UPSAMPLE in chosen.left:
         x, _ = spread_windows(given.x, given.out.shape[1:3], TWICE, 1.0, None)
         return wgrad(given._replace(x=x), stride, padding)

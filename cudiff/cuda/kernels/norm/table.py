@@ -43,7 +43,7 @@ def forward(x: Array, x2: Array | None, weight: Array, bias: Array, num_groups: 
     first, second = statistics
     summed = first is not None and (x2 is None or second is not None)
     fields = (False, x.dtype, shape, None if x2 is None else x2.shape, num_groups, places_of(x, x2), summed, False)
-    _, chosen = NORM.find(problem_of, fields)
+    _, chosen = NORM.selected(problem_of, fields)
     given = Forward(y, mean, rstd, x, x2, weight, bias, scale, shift, (first, second), eps, silu)
     chosen.row.run(chosen.offer.plan, given)
     return y, mean, rstd
@@ -78,7 +78,7 @@ def backward(dy: Array, x: Array, x2: Array | None, weight: Array, bias: Array, 
     dweight, dbias, dscale, dshift = targets
     fields = (True, x.dtype, x.shape, None if x2 is None else x2.shape, mean.shape[1],
               places_of(dy, x, x2, *dx, *dx2, y), statistics is not None, more is not None)
-    problem, chosen = NORM.find(problem_of, fields)
+    problem, chosen = NORM.selected(problem_of, fields)
     given = Backward(dy, x, x2, (weight, bias, scale, shift, mean, rstd, problem.groups), silu, dx, dx2, dweight, dbias,
                      dscale, dshift, y, statistics, din_statistics, needs)
     chosen.row.run(chosen.offer.plan, given)
