@@ -97,7 +97,9 @@ class Function:
     @classmethod
     def operand_dtype(cls, inputs: Sequence[Tensor | None], attrs: dict[str, Any]) -> np.dtype:
         """The dtype to compute in, by default the first input's. A Parameter may pass a copy in this dtype."""
-        first, *_ = [t for t in inputs if t is not None]
+        given = iter(inputs)
+        while (first := next(given)) is None:
+            pass
         return first._data.dtype
 
     @classmethod

@@ -86,7 +86,8 @@ class NormSiluConv2d(Function):
 
     @classmethod
     def operand_dtype(cls, inputs, attrs):
-        return min(attrs["dtype"], inputs[0]._data.dtype, key=_itemsize)
+        own, wanted = inputs[0]._data.dtype, attrs["dtype"]
+        return own if own.itemsize < wanted.itemsize else wanted
 
     @staticmethod
     def forward_cuda(ctx, x, x2, norm_weight, norm_bias, scale, shift, weight, bias, emb, residual, residual2,
