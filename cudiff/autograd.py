@@ -102,17 +102,21 @@ class _Walk:
         order = nodes_below(output[0], since)
         after = None if begin is None else begin(order)
         for node in order:
-            self.gradients[node.index] = [_Gradient() for _ in range(node.num_outputs)]
+            self.gradients[node.index] = gradients = [_Gradient()]
+            while len(gradients) < node.num_outputs:
+                gradients.append(_Gradient())
         self.gradients[output[0].index][output[1]] = gradient
         for position, node in enumerate(order):
             gradients = self.gradients.pop(node.index)
+            kind = None
             for one in gradients:
                 if one.pending is not None:
                     one.settle(self.queue)
+                if kind is None and one.array is not None:
+                    kind = type(one.array)
             if node.ctx is None:
                 raise RuntimeError("backward() ran through this part of the tape already: run the forward again")
-            kinds = [type(one.array) for one in gradients if one.array is not None]
-            if kinds:
+            if kind is not None:
                 mode.tf32 = node.ctx.tf32
                 for constant in node.constants:
                     constant.require_unchanged(recorded or node.index)
@@ -122,7 +126,7 @@ class _Walk:
                         self.down(again._source, gradients[0], before, recorded=recorded or node.index)
                 else:
                     node.ctx.dout_statistics = gradients[0].statistics
-                    _run_backward(node, gradients, kinds[0], self.targets(node, recorded or node.index), self.queue)
+                    _run_backward(node, gradients, kind, self.targets(node, recorded or node.index), self.queue)
             node.ctx = None  # frees what forward saved
             if after is not None:
                 after(position, self.queue)
@@ -218,13 +222,15 @@ def _run_backward(node: Node, gradients: list[_Gradient], kind: type, targets: d
                   queue: Queue) -> None:
     """Run the node's backward on the gradients of its outputs, arrays of this kind, and add the results to `targets`.
     """
-    fresh, device = node.function.fresh, device_of_type(kind)
-    douts = [one.array if fresh else one.own() for one in gradients]
-    for dout in douts:
-        if fresh:
+    device, douts = device_of_type(kind), []
+    for one in gradients:
+        if node.function.fresh:
+            dout = one.array
             queue.before_read(dout)
         else:
+            dout = one.own()
             queue.before_write(dout)  # a backward that is not fresh may write to it
+        douts.append(dout)
     into = _slots(node, targets, queue)
     if device == "cuda":
         results = node.function.backward_cuda(node.ctx, *douts, needs=node.needs, into=into)
@@ -244,7 +250,10 @@ def _run_backward(node: Node, gradients: list[_Gradient], kind: type, targets: d
         else:
             target.array, target.pending, target.statistics = result, None, node.ctx.din_statistics.get(i)
     if terms:  # last, because a tensor may be two inputs: one result may be its new array, to which the other is added
-        shared = {*map(id, node.ctx.saved), *[id(one.array) for one in gradients if one.shared]}
+        shared = [*node.ctx.saved]
+        for one in gradients:
+            if one.shared:
+                shared.append(one.array)
         _add_terms(node, terms, results, shared, douts if device == "cuda" else [], queue)
 
 
@@ -256,20 +265,21 @@ def _array_to_add_to(slot: Slot | None) -> Array | None:
     return slot.array
 
 
-def _add_terms(node: Node, terms: list[tuple[int, Tensor | _Gradient]], results: tuple, shared_ids: set[int],
+def _add_terms(node: Node, terms: list[tuple[int, Tensor | _Gradient]], results: tuple, aliased: list[Array | None],
                douts: list[Array | None], queue: Queue) -> None:
     """Add result i to its target, for each (i, target) of `terms`. A result that is one of `douts` becomes the target's
-    pending term if possible. shared_ids: the ids of aliased arrays."""
-    # The array that owns each result's memory: two results with one owner may overlap.
-    owners = [id(x if x.base is None else x.base) for x in map(results.__getitem__, node.likes) if x is not None]
+    pending term if possible. aliased: arrays that others hold."""
     for i, target in terms:
         result = results[i]
         if isinstance(result, np.generic):  # an in-place sum needs an array
             result = np.asarray(result)
-        shared = (
-            not node.function.fresh or result.base is not None or id(result) in shared_ids
-            or owners.count(id(result)) > 1  # it has no base
-        )
+        shared = not node.function.fresh or result.base is not None  # else `result` owns its memory
+        for array in () if shared else aliased:
+            shared = shared or array is result
+        for other in () if shared else node.likes:  # another result may be the same array, or a view of it
+            array = results[other]
+            if other != i and array is not None and (array is result or array.base is result):
+                shared = True
         if isinstance(target, Tensor):
             if target._grad is not None or shared:
                 queue.before_read(result)
@@ -295,8 +305,7 @@ def _add_terms(node: Node, terms: list[tuple[int, Tensor | _Gradient]], results:
 def _slots(node: Node, targets: dict[int, Tensor | _Gradient], queue: Queue) -> list[Slot | None]:
     """For each input the Slot with its gradient so far, or None if the backward is to make a new array."""
     into: list[Slot | None] = [None] * len(node.needs)
-    ids = list(map(id, targets.values()))
-    twice = len(set(ids)) < len(ids)  # the same tensor is an input twice
+    twice = len({*targets.values()}) < len(targets)  # the same tensor is an input twice
     for i, target in targets.items():
         if twice and (first := next(j for j, other in targets.items() if other is target)) < i:
             slot = into[first]
@@ -304,7 +313,8 @@ def _slots(node: Node, targets: dict[int, Tensor | _Gradient], queue: Queue) -> 
         elif isinstance(target, _Gradient):
             if target.array is not None:
                 elsewhere = i in node.function.adds_elsewhere
-                into[i] = _slot(target, elsewhere, elsewhere and ids.count(id(target)) == 1, queue)
+                alone = elsewhere and (not twice or [*map(id, targets.values())].count(id(target)) == 1)
+                into[i] = _slot(target, elsewhere, alone, queue)
         elif target._grad is not None:
             if target._grad_empty:
                 into[i] = Slot(target._grad, EMPTY)

@@ -97,7 +97,9 @@ class Function:
     @classmethod
     def operand_dtype(cls, inputs: Sequence[Tensor | None], attrs: dict[str, Any]) -> np.dtype:
         """The dtype to compute in, by default the first input's. A Parameter may pass a copy in this dtype."""
-        first, *_ = [t for t in inputs if t is not None]
+        given = iter(inputs)
+        while (first := next(given)) is None:
+            pass
         return first._data.dtype
 
     @classmethod
@@ -204,18 +206,19 @@ class Node:
         self.call: Any = call  # (inputs, attributes), for a gradient that is itself recorded: see cudiff.differentiate
         self.index = now()
         # inputs: what made each that wants a gradient, (node, which of its outputs), or the leaf itself; else None.
-        # likes: for each i of these the shape and dtype of the gradient. Neither keeps the arrays, which can be freed.
+        # likes: for each i of these the shape, None for a Parameter's, which stays, and the dtype of the gradient.
+        # Neither keeps the arrays, which can be freed.
         # constants: the parameters among the other inputs, such as frozen ones, or of which these are views: backward
         # reads their arrays too.
         self.inputs: list[Tensor | tuple[Node, int] | None] = [None] * len(arrays)
-        self.likes: dict[int, tuple[tuple[int, ...], np.dtype]] = {}
+        self.likes: dict[int, tuple[tuple[int, ...] | None, np.dtype]] = {}
         self.constants: list[Tensor] = []
         for i, t in enumerate(inputs):
             if t is None:
                 continue
             if ctx.needs[i]:
                 self.inputs[i] = t if t._source is None else t._source
-                self.likes[i] = arrays[i].shape, arrays[i].dtype  # type: ignore[union-attr]
+                self.likes[i] = arrays[i].shape if type(t) is Tensor else None, arrays[i].dtype  # type: ignore[union-attr]
             elif (constant := t._parameter if type(t) is Tensor else t) is not None:
                 self.constants.append(constant)
 
@@ -246,8 +249,10 @@ def fitting_gradients(node: Node, results: Any, kind: type, device: str, before_
         raise ValueError(f"{name}'s backward returned {len(results)} gradients for {len(node.needs)} inputs")
     for i, (shape, dtype) in node.likes.items():
         result = results[i]
-        if result is None:
+        source: Any = node.inputs[i]
+        if result is None or (shape is None and result is source._grad):
             continue
+        shape = source.shape if shape is None else shape
         if type(result) is not kind and not _lies_on(device, result):
             raise TypeError(
                 f"{name}'s backward returned {described(result)} for {_input(node, i)}: return an array on {device}"
@@ -264,7 +269,6 @@ def fitting_gradients(node: Node, results: Any, kind: type, device: str, before_
             raise TypeError(
                 f"{name}'s backward returned a gradient of {result.dtype} for {_input(node, i)}, which has {dtype}"
             )
-        source = node.inputs[i]
         as_is = device == "cpu" or not isinstance(source, tuple) or source[0].function.takes_wide
         wanted = compute_dtype(dtype) if as_is else dtype
         if result.dtype != wanted:

@@ -14,6 +14,7 @@ import numpy as np
 
 from cudiff.backend import is_float
 from cudiff.cuda.graph import capture
+from cudiff.cuda.kernels.convolution import problem
 from cudiff.ops.cast import astype
 from cudiff.statistics import Kind
 from cudiff.tensor import Tensor
@@ -34,6 +35,11 @@ def relative_error(actual, expected) -> float:
         return np.inf
     scale = np.linalg.norm(expected)
     return float(np.linalg.norm(actual - expected) / scale) if scale > 0 else float(np.linalg.norm(actual))
+
+
+def problem_of(*given, **options) -> problem.Problem:
+    """A convolution's, of operands as `fields_of` takes them."""
+    return problem.problem_of(*problem.fields_of(*given, **options))
 
 
 ELEMENT = 8  # times an array's root mean square: what an element's rounding may have been part of

@@ -36,8 +36,8 @@ HOST = str(Path(__file__).with_name("host.py"))
 NOT_CALLED = ("<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>")
 LONG = 40
 Files = dict[CodeType, str]
-CHOOSERS = re.compile(r"select|hopper|_?suits\w*")
-"""What chooses a kernel: a table's `select`, or questions beside the tables; and `plan.run`, a tile."""
+CHOOSERS = re.compile(r"select(ed)?|hopper|_?suits\w*")
+"""What chooses a kernel: a table's `select` and `selected`, or questions beside the tables; and `plan.run`, a tile."""
 
 
 def calls(stand_ins: Files, run: Callable[[], Any], to_last_launch: bool = False) -> list[str]:

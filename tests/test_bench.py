@@ -24,7 +24,7 @@ from cudiff import ops
 from cudiff.backend import bfloat16
 from cudiff.config import PRESETS
 from cudiff.cuda.kernels.convolution import few_channels, portable, sm90, wgrad_sm90
-from cudiff.cuda.kernels.convolution.problem import DGRAD, FPROP, WGRAD, Operands, Skip, problem_of
+from cudiff.cuda.kernels.convolution.problem import DGRAD, FPROP, WGRAD, Operands, Skip
 from cudiff.cuda.kernels.gemm import matmul
 from cudiff.data.dataset import Dataset
 from cudiff.models import build
@@ -36,7 +36,7 @@ from examples import bench
 from examples.benchmark import baselines, networks
 from examples.benchmark.measure import Report, Row
 from examples.benchmark.profile import flops_of, size_of
-from tests.check import relative_error
+from tests.check import problem_of, relative_error
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = {

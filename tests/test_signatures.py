@@ -208,6 +208,16 @@ def test_a_launch_is_checked_once(fake_driver, monkeypatch):
     assert len(checked) == 1
 
 
+def test_later_numbers_are_converted_and_what_is_none_is_refused(fake_driver):
+    fill = fill_kernel()
+    for count in (np.int64(5), 5):
+        fill((1,), (1,), (I32, 1.0, count))
+    for wrong in (None, b"12345678", I32, 0.5):
+        with pytest.raises(TypeError, match=r"takes np\.int64 for "):
+            fill((1,), (1,), (I32, 1.0, wrong))
+    assert fake_driver.launched == [3, 3]
+
+
 def test_the_number_that_does_not_fit_is_named():
     """Not one before it that does."""
     words = [Parameter(name, "int", False, 4) for name in "abc"]

@@ -116,7 +116,7 @@ class Queue:
                     del self._reads[bisect.bisect_left(self._reads, range)]
                 self._held[group[0]] -= held
             if batch:
-                _run(group[0], [arguments for arguments, *_ in batch])
+                _run(group[0], [pending[0] for pending in batch])
 
 
 def _run(launch_type: LaunchType, batch: list[Any]) -> None:
@@ -195,4 +195,5 @@ def enqueue(launch_type: LaunchType, arguments: Any, out: Array, reads: Sequence
     if queue is None:
         _run(launch_type, [arguments])
     else:
-        queue.enqueue((launch_type, group), (arguments, _range_of(out), tuple(map(_range_of, reads)), held))
+        ranges = tuple(map(_range_of, reads)) if reads else ()
+        queue.enqueue((launch_type, group), (arguments, _range_of(out), ranges, held))

@@ -12,10 +12,13 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import math
 import struct
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+from ctypes import addressof
 from typing import Any
 
 import numpy as np
@@ -40,33 +43,23 @@ _PACKED: dict[type, str] = {
 }
 
 
-class _Arguments:
-    """A thread's buffer for the arguments of a launch, which the driver reads."""
+class _OwnLaunches:
+    """A thread's launches: how many, those prepared, and the buffer for arguments, which the driver reads."""
 
     def __init__(self) -> None:
-        get_cupy().cuda.runtime.free(0)  # creates this thread's context, which the driver needs
-        self.buffer = ctypes.create_string_buffer(_PARAMETER_BYTES)
-        self.layouts: dict[tuple, tuple[struct.Struct, ctypes.Array]] = {}  # by kernel and arguments' kinds
+        self.count = 0
+        self.prepared: dict[tuple, list[_Prepared]] = defaultdict(list)  # by all else that one depends on
 
-    def layout(self, kernel: Kernel, kinds: list[Kind]) -> tuple[struct.Struct, ctypes.Array]:
-        """How a kernel's arguments of these kinds are packed, and the address of each. Raises TypeError for kinds that
-        the kernel does not take."""
-        kernel.signature.check(kinds)
-        at, addresses = ctypes.addressof(self.buffer), []
-        for format in formats(kinds):
-            addresses.append(at)
-            at += struct.calcsize(f"={format}")
-        packed = struct.Struct("=" + "".join(formats(kinds)))
-        found = self.layouts[kernel, *kinds] = packed, (ctypes.c_void_p * len(kinds))(*addresses)
-        return found
+    @functools.cached_property
+    def buffer(self) -> ctypes.Array:
+        get_cupy().cuda.runtime.free(0)  # creates this thread's context, which the driver needs
+        return ctypes.create_string_buffer(_PARAMETER_BYTES)
 
 
 class _Thread(threading.local):
-    launches = 0
-
     @functools.cached_property
-    def arguments(self) -> _Arguments:
-        return _Arguments()
+    def own(self) -> _OwnLaunches:
+        return _OwnLaunches()
 
 
 _thread = _Thread()
@@ -80,26 +73,15 @@ def pack(args: Sequence[Any]) -> tuple[list[Kind], list[Any]]:
     """
     kinds: list[Kind] = list(map(type, args))
     values = list(args)
-    nones, tables, arrays = _places(*kinds)
-    for i in nones:
-        values[i] = 0
-    for i in tables:
-        values[i] = table = args[i] if kinds[i] is bytes else args[i].tobytes()
-        kinds[i] = len(table)
-    for i in arrays:
-        array = args[i]
-        kinds[i], values[i] = array.dtype, array.data.ptr
-    return kinds, values
-
-
-@functools.cache
-def _places(*kinds: type) -> tuple[list[int], ...]:
-    """The places of None, of bytes and tables, and of CuPy arrays, which `struct` does not take as they are."""
-    places: tuple[list[int], ...] = [], [], []
     for i, kind in enumerate(kinds):
-        if kind not in _PACKED or kind is type(None):
-            places[0 if kind is type(None) else 1 if kind in (bytes, np.ndarray) else 2].append(i)
-    return places
+        if kind is type(None):
+            values[i] = 0
+        elif kind in (bytes, np.ndarray):
+            values[i] = table = args[i] if kind is bytes else args[i].tobytes()
+            kinds[i] = len(table)
+        elif kind not in _PACKED:
+            kinds[i], values[i] = args[i].dtype, args[i].data.ptr
+    return kinds, values
 
 
 def as_float32(values: Sequence[Any]) -> list[Any]:
@@ -140,32 +122,22 @@ class Kernel:
         # Set once, to the most that a block may have: if each launch set it, one thread could lower it for another.
         function.max_dynamic_shared_size_bytes = self._limits.of_block - self._static
         self._function = function  # keeps the cubin loaded
-        self._address = ctypes.c_void_p(function.kernel.ptr)
+        self.address = ctypes.c_void_p(function.kernel.ptr)
         self._overlaps = int(overlaps and self._limits.capability >= 90)
-        self._configs: dict[tuple, ctypes.Array] = {}  # by all that one depends on
 
     def __call__(self, grid: tuple[int, ...], block: tuple[int, ...], args: Sequence[Any], shared_mem: int = 0,
-                 cooperative: bool = False) -> None:
-        arguments = _thread.arguments
-        kinds, values = pack(args)
-        layout, addresses = arguments.layouts.get((self, *kinds)) or arguments.layout(self, kinds)
-        try:
-            layout.pack_into(arguments.buffer, 0, *values)
-        except OverflowError:
-            layout.pack_into(arguments.buffer, 0, *as_float32(values))
-        except struct.error:
-            raise self.signature.out_of_range(values) from None
-        key = grid, block, shared_mem, cooperative, get_cupy().cuda.get_current_stream().ptr
-        config = self._configs.get(key)
-        if config is None:
-            config = self._configs[key] = self._config(*key)
-        status = library().cuLaunchKernelEx(config, self._address, addresses, None)
-        if status:
-            raise get_cupy().cuda.driver.CUDADriverError(status)
+                 cooperative: bool = False) -> list[_Prepared]:
+        """Returns the thread's launches that have all of this in common."""
+        how = grid, block, shared_mem, cooperative, get_cupy().cuda.get_current_stream().ptr
+        alike = _thread.own.prepared[self, *how]
+        if not any(prepared.launch(args) for prepared in alike):
+            alike.append(_Prepared(self, self._config(*how), args))
+            alike[-1].launch(args)
+        return alike
 
     def _config(self, grid: tuple[int, ...], block: tuple[int, ...], shared: int, cooperative: bool,
                 stream: int) -> ctypes.Array:
-        """The CUlaunchConfig. Nobody writes to it, so that threads may share it."""
+        """The CUlaunchConfig."""
         blocks, threads = ((tuple(max(1, n) for n in sizes) + (1, 1))[:3] for sizes in (grid, block))
         if self._overlaps:
             shared = max(shared, padded_shared(math.prod(blocks), math.prod(threads), self._limits) - self._static)
@@ -174,15 +146,61 @@ class Kernel:
             _CONFIG.pack(*blocks, *threads, shared, stream, first, cooperative + self._overlaps))
 
 
+class _Prepared:
+    """A thread's launches of a kernel by one configuration, with arguments of the same kinds."""
+
+    def __init__(self, kernel: Kernel, config: ctypes.Array, args: Sequence[Any]):
+        kinds, _ = pack(args)
+        kernel.signature.check(kinds)
+        self._kernel, self._config, self._buffer, words = kernel, config, _thread.own.buffer, formats(kinds)
+        sizes = [struct.calcsize(f"={word}") for word in words]
+        *starts, _ = itertools.accumulate(sizes, initial=addressof(self._buffer))
+        self._packed = struct.Struct("=" + "".join(words))
+        self._addresses = (ctypes.c_void_p * len(kinds))(*starts)
+        self._nones = [i for i, kind in enumerate(kinds) if kind is type(None)]
+        self._tables = [(i, kind) for i, kind in enumerate(kinds) if isinstance(kind, int)]
+        self._arrays = [(i, type(args[i]), kind) for i, kind in enumerate(kinds) if isinstance(kind, np.dtype)]
+
+    def launch(self, args: Sequence[Any]) -> bool:
+        """Whether the arguments are of these kinds, but for numbers, which are converted. If so they are launched."""
+        values = [*args]
+        for i in self._nones:
+            if args[i] is not None:
+                return False
+            values[i] = 0
+        for i, size in self._tables:
+            table = args[i]
+            if type(table) is np.ndarray:
+                values[i] = table = table.tobytes()
+            if type(table) is not bytes or len(table) != size:
+                return False
+        for i, kind, dtype in self._arrays:
+            array = args[i]
+            if type(array) is not kind or array.dtype != dtype:
+                return False
+            values[i] = array.data.ptr
+        try:
+            self._packed.pack_into(self._buffer, 0, *values)
+        except OverflowError:
+            self._packed.pack_into(self._buffer, 0, *as_float32(values))
+        except struct.error:
+            self._kernel.signature.check(pack(args)[0])
+            raise self._kernel.signature.out_of_range(values) from None
+        status = library().cuLaunchKernelEx(self._config, self._kernel.address, self._addresses, None)
+        if status:
+            raise get_cupy().cuda.driver.CUDADriverError(status)
+        return True
+
+
 _kernels: dict[tuple, Kernel] = {}
 
 
 def launches() -> int:
     """How many kernels this thread has launched, CuPy's own not counted. To count a part, subtract two results."""
-    return _thread.launches
+    return _thread.own.count
 
 
-def kernel(stem: str, name: str, **constants: Any) -> Callable[..., None]:
+def kernel(stem: str, name: str, **constants: Any) -> Callable[..., Any]:
     """The compiled function `name` of `<stem>.cu`, to be called like a `Kernel`. constants: what it is compiled with; a
     dtype becomes its C name. Inside `compiling_ahead` one that is not loaded yet is compiled, and what is returned does
     nothing."""
@@ -206,18 +224,19 @@ class Launch:
     def __init__(self, stem: str, name: str, grid: tuple[int, ...], block: tuple[int, ...], shared: int = 0,
                  cooperative: bool = False, **constants: Any):
         self._stem, self._name, self._constants = stem, name, constants
-        self._grid, self._block, self._shared, self._cooperative = grid, block, shared, cooperative
-        self._loaded: dict[tuple, Any] = {}  # by device, and by what finds kernels: a profile puts its own in place
+        self._sizes, self._options = (grid, block), (shared, cooperative)
 
     def __call__(self, *args: Any) -> None:
-        place = get_cupy().cuda.runtime.getDevice(), kernel
-        found: Any = self._loaded.get(place)
-        if found is None:
-            found = kernel(self._stem, self._name, **self._constants)
-            if isinstance(found, Kernel):  # not where kernels are compiled ahead
-                self._loaded[place] = found = found.__call__  # a bound method is called faster
-        _thread.launches += 1
-        found(self._grid, self._block, args, self._shared, self._cooperative)
+        own, cuda = _thread.own, get_cupy().cuda
+        own.count += 1
+        # By what finds kernels, too: a profile puts its own in place.
+        key = self, cuda.runtime.getDevice(), cuda.get_current_stream().ptr, kernel
+        for prepared in own.prepared[key]:
+            if prepared.launch(args):
+                return
+        alike = kernel(self._stem, self._name, **self._constants)(*self._sizes, args, *self._options)
+        if type(alike) is list:  # not where kernels are compiled ahead
+            own.prepared[key] = alike
 
 
 def launch(stem: str, name: str, grid: Any, block: Any, args: Sequence[Any], shared: int = 0, cooperative: bool = False,
@@ -229,7 +248,7 @@ def launch(stem: str, name: str, grid: Any, block: Any, args: Sequence[Any], sha
     """
     grid = grid if isinstance(grid, tuple) else (grid,)
     block = block if isinstance(block, tuple) else (block,)
-    _thread.launches += 1
+    _thread.own.count += 1
     kernel(stem, name, **constants)(grid, block, args, shared_mem=shared, cooperative=cooperative)
 
 
@@ -239,7 +258,7 @@ MOST_ACROSS = 65_535
 
 def blocks(count: int, per_block: int) -> int:
     """How many blocks cover `count` items: count / per_block rounded up, at least 1."""
-    return max(1, -(-count // per_block))
+    return -(-count // per_block) or 1  # max() takes a microsecond
 
 
 def empty(shape: Any, dtype: Any) -> Array:

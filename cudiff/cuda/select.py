@@ -106,7 +106,7 @@ class Table:
 
     def __init__(self, family: str, *rows: Row) -> None:
         self.family, self.rows = family, rows
-        self._chosen: dict[tuple[Any, Target], Choice] = {}
+        self._chosen: dict[tuple[tuple, Target], tuple[Any, Choice]] = {}
         FAMILIES[family] = self
 
     def select(self, problem: Any, architecture: str | None = None) -> Choice:
@@ -116,15 +116,21 @@ class Table:
         for which no GPU is needed. Then `watched` is not told, and plans are those of the least estimated time, not
         tuned ones. Raises CudiffError if no row serves the problem.
         """
+        return self.selected(lambda problem: problem, (problem,), architecture)[1]
+
+    def selected(self, problem_of: Callable[..., Any], fields: tuple,
+                 architecture: str | None = None) -> tuple[Any, Choice]:
+        """The problem problem_of(*fields), and what `select` says of it: both are found once for all equal fields."""
         # The GPU's name belongs to the target, because plans are tuned for a GPU, not for an architecture; and its
         # multiprocessors, for which offers prepare grids.
         target = current_target() if architecture is None else Target("", architecture)
-        found = self._chosen.get((problem, target))
+        found = self._chosen.get((fields, target))
         if found is None:
+            problem = problem_of(*fields)
             with contextlib.nullcontext() if architecture is None else asked_about(architecture):
-                found = self._chosen[problem, target] = self._first(problem, target.architecture)
+                found = self._chosen[fields, target] = problem, self._first(problem, target.architecture)
         if watch is not None and architecture is None:
-            watch(self, problem, found)
+            watch(self, *found)
         return found
 
     def _first(self, problem: Any, architecture: str) -> Choice:

@@ -51,7 +51,13 @@ def tensor_map(array: Array, box: tuple[int, ...], operand: bool = True, twice: 
     whether float32 is rounded to tf32 by the copy. twice: the array gets an axis of length 2 and stride 0 before its
     last one, which repeats each line; the box has it too. Raises CudiffError if the driver refuses.
     """
-    return form_of(array.shape, array.dtype, box, operand, twice, swizzled, strides=array.strides).at(array.data.ptr)
+    return _map(array.data.ptr, array.shape, array.dtype, array.strides, box, operand, twice, swizzled)
+
+
+@functools.lru_cache(maxsize=4096)
+def _map(pointer: int, shape: tuple[int, ...], dtype: np.dtype, strides: tuple[int, ...], box: tuple[int, ...],
+         operand: bool = True, twice: bool = False, swizzled: bool = True) -> bytes:
+    return form_of(shape, dtype, box, operand, twice, swizzled, strides=strides).at(pointer)
 
 
 class Form:
@@ -71,17 +77,6 @@ def form_of(shape: tuple[int, ...], dtype: np.dtype, box: tuple[int, ...], opera
     kind = _TFLOAT32 if operand and dtype == float32 else _TYPES[dtype]
     swizzle = _SWIZZLES[box[-1] * dtype.itemsize] if swizzled else 0
     return Form(kind=kind, shape=shape, strides=steps, box=box, swizzle=swizzle, windows=windows)
-
-
-def two_maps(array: Array, box: tuple[int, ...], second: tuple[int, ...]) -> bytes:
-    """The bytes of two maps of a 16-bit array as `tensor_map` makes them, one after the other: a struct of maps."""
-    return _two(array.data.ptr, array.shape, array.dtype, array.strides, box, second)
-
-
-@functools.lru_cache(maxsize=4096)
-def _two(pointer: int, shape: tuple[int, ...], dtype: np.dtype, strides: tuple[int, ...],
-         *boxes: tuple[int, ...]) -> bytes:
-    return b"".join([form_of(shape, dtype, box, strides=strides).at(pointer) for box in boxes])
 
 
 def windows_map(images: Array, windows: Windows, at_once: int) -> bytes:

@@ -236,7 +236,7 @@ class Dropout(Module):
         self.p, self.stream = real("p", p, least=0, below=1), 0
         self.generator: ops.Generator | None = None
         self._own: ops.Generator | None = None
-        self._moves, self._calls = -1, 0  # the generator's at the last call, -1 for none; calls since, less one
+        self._last = [-1, 0]  # the generator's moves at the last call, -1 for none; calls since, less one
 
     def forward(self, x: Tensor) -> Tensor:
         if self.p == 0 or not self.training:
@@ -251,9 +251,10 @@ class Dropout(Module):
     def _draw(self, device: str) -> tuple[ops.Generator, int]:
         """The generator and the stream of the next mask."""
         generator = self._generator(device)
-        self._calls = (self._calls + 1) % 2**16 if self._moves == generator.moves else 0
-        self._moves = generator.moves
-        stream = self.stream + (self._calls << 16)
+        moves, calls = self._last
+        calls = (calls + 1) % 2**16 if moves == generator.moves else 0
+        self._last[:] = generator.moves, calls
+        stream = self.stream + (calls << 16)
         if not inside():
             return generator, stream
         frozen = generator.frozen()  # backward asks for the mask again
@@ -293,5 +294,5 @@ def set_generator(model: Module, generator: ops.Generator) -> None:
     for layer in model.modules():
         if isinstance(layer, Dropout) and layer.generator is not generator:
             layer.generator, layer.stream = generator, ops.Purpose.DROPOUT + generator.dropouts
-            layer._moves = -1
+            layer._last[0] = -1
             generator.dropouts += 1

@@ -99,8 +99,8 @@ class GroupedLinear(Function):
         keeps, groups = silu and any(ctx.needs), []
         for weight, bias in zip(weights, biases, strict=True):
             for part in range(parts):
-                out, z = [empty((len(x), len(weight) // parts), float32) if made else None for made in (True, keeps)]
-                groups.append(Group(weight, bias, out, z, part))
+                out = empty((len(x), len(weight) // parts), float32)
+                groups.append(Group(weight, bias, out, empty(out.shape, float32) if keeps else None, part))
         ctx.save(x, *weights, *(group.z for group in groups))
         ctx.parts = parts
         rows, outputs = len(x), max(map(len, weights)) // parts

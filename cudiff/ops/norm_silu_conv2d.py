@@ -73,6 +73,7 @@ class Inputs(NamedTuple):
 
 _itemsize = attrgetter("itemsize")
 NORM: Final = 6
+WEIGHT, BIAS, EMB, RESIDUAL, RESIDUAL2, SKIP_WEIGHT, SKIP_BIAS = range(NORM, len(Inputs._fields))  # places among Inputs
 WIDE = ("norm_weight", "norm_bias", "scale", "shift", "emb")  # read as float32, or as float64
 SOURCES = ("x2", "residual", "residual2")  # read in the dtype of the computation
 
@@ -85,7 +86,8 @@ class NormSiluConv2d(Function):
 
     @classmethod
     def operand_dtype(cls, inputs, attrs):
-        return min(attrs["dtype"], inputs[0]._data.dtype, key=_itemsize)
+        own, wanted = inputs[0]._data.dtype, attrs["dtype"]
+        return own if own.itemsize < wanted.itemsize else wanted
 
     @staticmethod
     def forward_cuda(ctx, x, x2, norm_weight, norm_bias, scale, shift, weight, bias, emb, residual, residual2,
@@ -117,7 +119,7 @@ class NormSiluConv2d(Function):
 
     @staticmethod
     def backward_cuda(ctx, dout, needs, into):
-        needs, into = Inputs(*needs), Inputs(*into)
+        grads = [None] * len(needs)
         h, h2, weight, _, residual2, skip_weight, out = ctx.saved
         sums, mixed = ctx.dout_sums, dout.dtype != ctx.dtype
         if h2 is not None or residual2 is not None or (mixed and is_low(dout.dtype)):
@@ -125,104 +127,93 @@ class NormSiluConv2d(Function):
         if out is not None:
             dout, statistics = elementwise.relu_backward_cuda(dout, out)
             sums = None if statistics is None else statistics.sums
-        grads = _vector_gradients(dout, sums, needs, into)
+        _vector_gradients(dout, sums, needs, into, grads)
         if h2 is not None:
-            grads |= _pair_gradients(ctx, dout, h.shape[3], needs, into)
+            _pair_gradients(ctx, dout, h.shape[3], needs, into, grads)
         elif True in needs[:NORM]:
-            grads |= _input_gradients(ctx, dout, needs, into)
-        if skip_weight is None and needs.residual:
-            grads["residual"] = dout
-        if needs.weight:
+            _input_gradients(ctx, dout, needs, into, grads)
+        if skip_weight is None and needs[RESIDUAL]:
+            grads[RESIDUAL] = dout
+        if needs[WEIGHT]:
             h = ctx.h_recomputed if h is None else h
-            grads["weight"], add = gradient_target(into.weight, weight.shape, float32)
-            given = Operands(h, _taps(grads["weight"]), dout, x2=h2, add=add)
+            grads[WEIGHT], add = gradient_target(into[WEIGHT], weight.shape, float32)
+            given = Operands(h, _taps(grads[WEIGHT]), dout, x2=h2, add=add)
             table.wgrad(given, (1, 1), ctx.padding, upsample=ctx.upsample)
         if skip_weight is not None:
-            grads |= _skip_gradients(ctx, dout, needs, into)
-        return tuple(map(grads.get, Inputs._fields))
+            _skip_gradients(ctx, dout, needs, into, grads)
+        return tuple(grads)
 
 
-def _vector_gradients(dout: Array, sums: Array | None, needs: Inputs, into: Inputs) -> dict[str, Array]:
-    """The gradients of emb and of both biases, sums of dout. sums: those over tiles of pixels, or None."""
-    grads = {}
+def _vector_gradients(dout: Array, sums: Array | None, needs: tuple, into: tuple, grads: list) -> None:
+    """Put the gradients of emb and of both biases, sums of dout, into their places in `grads`, as the functions below
+    do with theirs. sums: those over tiles of pixels, or None."""
     if sums is not None and len(sums) != len(dout):  # a batch norm's, of all images together
         sums = None
-    if sums is None and (needs.emb or (needs.bias and needs.skip_bias)):
+    if sums is None and (needs[EMB] or (needs[BIAS] and needs[SKIP_BIAS])):
         sums = sum_array(dout, (1, 2), dtype=float32)[:, None]
-    if needs.emb:
+    if needs[EMB]:
         assert sums is not None
-        grads["emb"], add = gradient_target(into.emb, sums.shape[::2], float32)
-        add_rows(sums, grads["emb"], add)
-    if needs.bias:
-        grads["bias"] = sum_rows_cuda(dout, into.bias, sums)
-    if needs.skip_bias:
-        grads["skip_bias"] = sum_rows_cuda(dout, into.skip_bias, sums)
-    return grads
+        grads[EMB], add = gradient_target(into[EMB], sums.shape[::2], float32)
+        add_rows(sums, grads[EMB], add)
+    for bias in (BIAS, SKIP_BIAS):
+        if needs[bias]:
+            grads[bias] = sum_rows_cuda(dout, into[bias], sums)
 
 
-def _pair_gradients(ctx: Any, dout: Array, split: int, needs: Inputs, into: Inputs) -> dict[str, Array]:
+def _pair_gradients(ctx: Any, dout: Array, split: int, needs: tuple, into: tuple, grads: list) -> None:
     """The gradients of x, which has `split` channels, and of x2. No norm follows them."""
-    grads = {}
-    for name, columns in (("x", ctx.weight[..., :split]), ("x2", ctx.weight[..., split:])):
-        if getattr(needs, name):
-            slot = getattr(into, name)
+    for i, columns in enumerate((ctx.weight[..., :split], ctx.weight[..., split:])):
+        if needs[i]:
             shape = *ctx.shape[:3], columns.shape[3]
-            out, addend = gradient_sum(None if ctx.upsample else slot, shape, dout.dtype)
+            out, addend = gradient_sum(None if ctx.upsample else into[i], shape, dout.dtype)
             table.dgrad(Operands(dout, columns, out, Epilogue(addend=addend)), (1, 1), ctx.padding)
-            grads[name] = sum_windows(out, TWICE, 1.0, None, slot)[0] if ctx.upsample else out
-    return grads
+            grads[i] = sum_windows(out, TWICE, 1.0, None, into[i])[0] if ctx.upsample else out
 
 
-def _input_gradients(ctx: Any, dout: Array, needs: Inputs, into: Inputs) -> dict[str, Array]:
+def _input_gradients(ctx: Any, dout: Array, needs: tuple, into: tuple, grads: list) -> None:
     """The gradient of x, or those of a norm's inputs. Then ctx.h_recomputed is its output, for wgrad."""
-    slot = into.x if ctx.norm is None else None
+    slot = into[0] if ctx.norm is None else None
     mixed, sums_wanted = dout.dtype != ctx.dtype, ctx.norm is None and not ctx.upsample
     out, addend = gradient_sum(None if ctx.upsample or mixed else slot, ctx.shape, ctx.dtype)
-    given = Operands(dout, ctx.weight, out, Epilogue(addend=addend), norm=None if ctx.upsample else ctx.norm)
+    given = Operands(dout, ctx.weight, out, norm=None if ctx.upsample else ctx.norm)
+    if addend is not None:
+        given = given._replace(epilogue=Epilogue(addend=addend))
     statistics = table.dgrad(given, (1, 1), ctx.padding, sums=sums_wanted)
     if ctx.upsample:
         out, statistics = sum_windows(out, TWICE, 1.0, Kind.SUMS if ctx.norm is None else None, slot)
     if ctx.norm is None:
-        ctx.din_statistics[0] = statistics
-        return {"x": out}
-    ctx.h_recomputed = out if needs.weight else None  # its own array took 2 to 11 % more memory for a step
+        ctx.din_statistics[0], grads[0] = statistics, out
+        return
+    ctx.h_recomputed = out if needs[WEIGHT] else None  # its own array took 2 to 11 % more memory for a step
     silu, x, x2, norm_weight, norm_bias, scale, shift, mean, rstd = ctx.norm
-    results = norms.backward(  # x and x2 are the first inputs of both operations, so their statistics are too
+    grads[:NORM] = norms.backward(  # x and x2 are the first inputs of both operations, so their statistics are too
         out, x, x2, norm_weight, norm_bias, mean, rstd, silu, scale, shift, needs=needs[:NORM], into=into[:NORM],
         y=ctx.h_recomputed, din_statistics=ctx.din_statistics, statistics=statistics,
     )
-    return dict(zip(Inputs._fields[:NORM], results, strict=True))
 
 
-def _skip_gradients(ctx: Any, dout: Array, needs: Inputs, into: Inputs) -> dict[str, Array]:
+def _skip_gradients(ctx: Any, dout: Array, needs: tuple, into: tuple, grads: list) -> None:
     """The gradients of the skip path's weight and of its one or two sources."""
     *_, residual, residual2, skip_weight, _ = ctx.saved
-    grads: dict[str, Array] = {}
-    if needs.skip_weight:
-        grads["skip_weight"], add = gradient_target(into.skip_weight, skip_weight.shape, float32)
-        dweight = _matrix(grads["skip_weight"])
+    if needs[SKIP_WEIGHT]:
+        grads[SKIP_WEIGHT], add = gradient_target(into[SKIP_WEIGHT], skip_weight.shape, float32)
+        dweight = grads[SKIP_WEIGHT].reshape(len(skip_weight), -1)
         linear_cuda(WGRAD, Operands(residual, dweight, dout, x2=residual2, add=add))
-    matrix, split, adds = _matrix(skip_weight), residual.shape[3], {}
-    for name, source in (("residual", residual), ("residual2", residual2)):
-        if getattr(needs, name):
-            grads[name], adds[name] = gradient_target(getattr(into, name), source.shape, source.dtype)
+    matrix, split, adds = skip_weight.reshape(len(skip_weight), -1), residual.shape[3], {}
+    for i, source in ((RESIDUAL, residual), (RESIDUAL2, residual2)):
+        if needs[i]:
+            grads[i], adds[i] = gradient_target(into[i], source.shape, source.dtype)
     if len(adds) == 2 and not any(adds.values()):
-        linear_cuda(DGRAD, Operands(dout, matrix, grads["residual"], x2=grads["residual2"]))
-        return grads
-    for name, add in adds.items():
-        columns = matrix[:, :split] if name == "residual" else matrix[:, split:]
-        linear_cuda(DGRAD, Operands(dout, columns, grads[name], Epilogue(addend=grads[name] if add else None)))
-    return grads
+        linear_cuda(DGRAD, Operands(dout, matrix, grads[RESIDUAL], x2=grads[RESIDUAL2]))
+        return
+    for i, add in adds.items():
+        columns = matrix[:, :split] if i == RESIDUAL else matrix[:, split:]
+        linear_cuda(DGRAD, Operands(dout, columns, grads[i], Epilogue(addend=grads[i] if add else None)))
 
 
 def _taps(weight: Array) -> Array:
     """A weight (K, C) as (K, 1, 1, C), any other as it is."""
     return weight[:, None, None] if weight.ndim == 2 else weight
-
-
-def _matrix(weight: Array) -> Array:
-    """A weight (K, 1, 1, C) as (K, C)."""
-    return weight.reshape(len(weight), -1)
 
 
 def norm_silu_conv2d(x: Tensor, x2: Tensor | None = None, *, weight: Tensor, bias: Tensor | None = None,

@@ -230,7 +230,7 @@ def test_every_launch_covers_the_tokens_and_fits(monkeypatch, queries, keys, dim
     monkeypatch.setattr(wide_sm90, "multiprocessors", lambda: 132)
     monkeypatch.setattr(sm90, "launch", launch)
     monkeypatch.setattr(sm90, "empty", np.empty)
-    monkeypatch.setattr(sm90, "two_maps", lambda *args: None)
+    monkeypatch.setattr(sm90, "tensor_map", lambda *args: b"")
     for module, made in ((sm90, "_forward"), (short_sm90, "_backward")):
         monkeypatch.setattr(module, "Launch", prepared)
         monkeypatch.setattr(module, made, getattr(module, made).__wrapped__)

@@ -5,10 +5,10 @@ import pytest
 from cudiff import ops
 from cudiff.cuda.device import asked_about
 from cudiff.cuda.kernels.convolution import few_channels, table
-from cudiff.cuda.kernels.convolution.problem import DGRAD, FPROP, WGRAD, Fusion, Operands, problem_of
+from cudiff.cuda.kernels.convolution.problem import DGRAD, FPROP, WGRAD, Fusion, Operands
 from cudiff.cuda.kernels.gemm.product import Epilogue
 from cudiff.tensor import Tensor
-from tests.check import relative_error, sums_of
+from tests.check import problem_of, relative_error, sums_of
 from tests.normed import NormedConvolution
 
 # (N, H, W, C), K

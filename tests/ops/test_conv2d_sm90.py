@@ -16,7 +16,6 @@ from cudiff.cuda.kernels.convolution.problem import (
     Problem,
     Skip,
     Weight,
-    problem_of,
 )
 from cudiff.cuda.kernels.convolution.table import CONVOLUTION
 from cudiff.cuda.kernels.gemm import product
@@ -25,7 +24,7 @@ from cudiff.cuda.kernels.gemm.table import LINEAR
 from cudiff.cuda.select import Offer
 from cudiff.precision import allow_tf32
 from cudiff.tensor import Tensor
-from tests.check import relative_error, sums_of
+from tests.check import problem_of, relative_error, sums_of
 from tests.normed import NormedConvolution
 
 # (N, H, W, C), (K, R, S)

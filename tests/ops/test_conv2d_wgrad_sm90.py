@@ -7,11 +7,11 @@ import pytest
 from cudiff import ops
 from cudiff.cuda.deferred import deferred
 from cudiff.cuda.kernels.convolution import plans_sm90, sm90, wgrad_sm90
-from cudiff.cuda.kernels.convolution.problem import FPROP, WGRAD, Fusion, Image, Operands, Problem, Weight, problem_of
+from cudiff.cuda.kernels.convolution.problem import FPROP, WGRAD, Fusion, Image, Operands, Problem, Weight
 from cudiff.cuda.launch import blocks
 from cudiff.cuda.select import Offer
 from cudiff.tensor import Tensor
-from tests.check import relative_error
+from tests.check import problem_of, relative_error
 from tests.ops.test_conv2d_plans import SIZES
 from tests.ops.test_conv2d_sm90 import TOLERANCES
 

@@ -16,7 +16,6 @@ from cudiff.cuda.kernels.convolution.problem import (
     Operands,
     Problem,
     Weight,
-    problem_of,
 )
 from cudiff.cuda.kernels.convolution.table import CONVOLUTION
 from cudiff.cuda.kernels.gemm import sm90 as gemm
@@ -24,7 +23,7 @@ from cudiff.cuda.kernels.gemm.product import Epilogue
 from cudiff.cuda.kernels.gemm.sm90 import plans, whole_channels
 from cudiff.cuda.select import Offer
 from cudiff.ops.conv2d import dgrad_numpy, fprop_numpy, wgrad_numpy
-from tests.check import relative_error
+from tests.check import problem_of, relative_error
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 NORMED = frozenset({Fusion.NORM_BACKWARD})

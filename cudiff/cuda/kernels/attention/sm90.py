@@ -12,7 +12,7 @@ from cudiff.cuda.kernels.attention.mask import arguments
 from cudiff.cuda.kernels.attention.problem import Backward, Forward, Problem
 from cudiff.cuda.launch import Launch, blocks, empty, launch
 from cudiff.cuda.select import Offer
-from cudiff.cuda.tensor_map import two_maps
+from cudiff.cuda.tensor_map import tensor_map
 from cudiff.cuda.tiles import Planner
 
 TOKENS = 64  # of a tile
@@ -195,4 +195,4 @@ def _tile_bytes(dim: int) -> int:
 def tile_map(array: Array, tokens: int = TOKENS) -> Any:
     """The two tensor maps of an array (N, tokens, heads, D): boxes of `tokens` by 64 channels, and by those left."""
     width = padded_dim(array.shape[3])
-    return two_maps(array, (1, tokens, 1, min(width, 64)), (1, tokens, 1, width % 64 or 64))
+    return tensor_map(array, (1, tokens, 1, min(width, 64))) + tensor_map(array, (1, tokens, 1, width % 64 or 64))

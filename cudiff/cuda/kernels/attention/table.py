@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from cudiff.backend import Array
 from cudiff.cuda.kernels.attention import backward_sm90, portable, short_sm90, sm90, wide_sm90
@@ -51,7 +51,7 @@ def backward(given: Backward) -> None:
     if len(given.q) > MOST_ACROSS:
         *arrays, sums, mask = given._replace(sums=given.sums and functools.cache(given.sums))
         for part in _parts(len(given.q)):
-            own = sums and functools.partial(_part_of, sums, part)
+            own = sums and functools.partial(lambda part, tiles: [array[part] for array in sums(tiles)], part)
             backward(Backward._make([*(array[part] for array in arrays), own, mask and mask.of(part)]))
         return
     wanted = frozenset() if given.sums is None else frozenset({SUMS})
@@ -63,10 +63,6 @@ def backward(given: Backward) -> None:
 def _parts(images: int) -> list[slice]:
     """Images that one launch takes, which has them along the third axis of its grid."""
     return [slice(first, first + MOST_ACROSS) for first in range(0, images, MOST_ACROSS)]
-
-
-def _part_of(sums: Callable[[int], Sequence[Array]], part: slice, tiles: int) -> Sequence[Array]:
-    return [array[part] for array in sums(tiles)]
 
 
 def _problem(given: Forward | Backward, arrays: Sequence[Array], backward: bool,

@@ -60,18 +60,13 @@ def _supports(p: Problem) -> bool:
         and (Fusion.EMB not in p.wanted or many is p.out)
         and 0 < few.shape[3] <= MOST
         and many.shape[3] % 32 == 0
-        and (many.shape[3] <= CONTRACTED or _is_one_way(p, many))
+        # More channels only where the image of few is read. Not with a cast: then all three passes must choose this.
+        and (many.shape[3] <= CONTRACTED or (Fusion.CAST not in p.wanted and (p.direction == WGRAD or many is p.out)))
         and many.aligned
         and p.weight.contiguous
         and products_bytes(1, many.shape[2], few.shape[3], kernel[0]) <= shared_bytes(alone=True)
         and 0 < many.size < 2**31
     )
-
-
-def _is_one_way(p: Problem, many: Image) -> bool:
-    """Whether the image of few channels is only read. False with a cast: then all three passes must
-    choose this kernel."""
-    return Fusion.CAST not in p.wanted and (p.direction == WGRAD or many is p.out)
 
 
 def sides(x: AnyImage, out: AnyImage) -> tuple[AnyImage, AnyImage]:

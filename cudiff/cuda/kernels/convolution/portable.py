@@ -13,7 +13,9 @@ from cudiff.statistics import ChannelStatistics, Kind, moments
 
 def offer(p: Problem) -> Offer:
     """The offer's plan says whether statistics are wanted. They are fused only if the chosen tile can write them."""
-    sums = _wants_statistics(p) or _takes_norm(p)
+    # If ReLU follows, another launch makes the moments.
+    moments = Fusion.STATISTICS in p.wanted and Fusion.RELU not in p.wanted and max(p.out.shape[1:3]) <= LONGEST
+    sums = moments or _takes_norm(p)
     fused = {Fusion.BIAS, Fusion.EMB, Fusion.ADDEND, Fusion.SECOND_SOURCE, Fusion.UPSAMPLE}
     if sums and _makes_sums(plan(*_product(p)), p.out.shape[1] * p.out.shape[2]):
         fused |= {Fusion.STATISTICS, Fusion.NORM_BACKWARD}
@@ -69,11 +71,6 @@ def run(given: Operands, offer: Offer, p: Problem) -> ChannelStatistics | None:
 
     problem = problem_of(a.dtype, extent, p.products, a_vec and b_vec)
     return plan.run(problem, launch_as, [out] if epilogue.addend is out else [], makes_sums)
-
-
-def _wants_statistics(p: Problem) -> bool:
-    """Whether it can write the wanted moments: not if ReLU follows, because another launch does that."""
-    return Fusion.STATISTICS in p.wanted and Fusion.RELU not in p.wanted and max(p.out.shape[1:3]) <= LONGEST
 
 
 def _takes_norm(p: Problem) -> bool:

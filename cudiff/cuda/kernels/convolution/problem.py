@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import NamedTuple
 
@@ -142,20 +141,22 @@ class Operands(NamedTuple):
     add: bool = False
 
 
-def problem_of(direction: str, given: Operands, stride: Pair = (1, 1), padding: Pair = (0, 0), *wanted: str | bool,
-               dilation: Pair = (1, 1), groups: int = 1) -> Problem:
-    """The problem of these operands. wanted: fused ops besides those that the operands imply, or False in place of one.
-
-    A weight (K, C) is a linear layer's, whose matrices (..., C) are described as images: see `image_shape`.
-    """
-    x, weight, out, epilogue, x2, skip, norm, _ = given
-    images = [None if image is None else (image.shape, image.dtype, image.data.ptr % 16 == 0 and (
-        image.base is None or image.flags.c_contiguous))  # a Tensor of what is no view is; flags take longer
-              for image in (x, out, x2, *(skip[:2] if skip else ()), *(norm[1:3] if norm else ()))]
-    return _problem(
+def fields_of(direction: str, given: Operands, stride: Pair = (1, 1), padding: Pair = (0, 0), *wanted: str | bool,
+              dilation: Pair = (1, 1), groups: int = 1) -> tuple:
+    """The arguments of `problem_of` for these operands. wanted: fused ops besides those that the operands imply, or
+    False in place of one."""
+    x, weight, out, (bias, emb, addend, _, gate, activation, factor, _), x2, skip, norm, _ = given
+    images = []
+    for image in (x, out, x2, *(skip[:2] if skip else ()), *(norm[1:3] if norm else ())):
+        if image is not None:  # a Tensor of what is no view is contiguous; flags take longer
+            aligned = image.data.ptr % 16 == 0 and (image.base is None or image.flags.c_contiguous)
+            image = image.shape, image.dtype, aligned
+        images.append(image)
+    return (
         direction, tuple(images), _weight(weight), stride, padding, products(x.dtype), wanted,
-        tuple(map(type, epilogue)), None if skip is None else _weight(skip.weight),
-        None if norm is None else norm.silu, dilation, groups,
+        (bias is not None, emb is not None, addend is not None, gate is not None, activation is not None,
+         factor is not None),
+        None if skip is None else _weight(skip.weight), None if norm is None else norm.silu, dilation, groups,
     )
 
 
@@ -166,16 +167,18 @@ def _weight(array: Array) -> tuple[tuple[int, ...], bool, bool]:
     return shape, (array.data.ptr | shape[-1] * array.itemsize | pitch) % 16 == 0, whole
 
 
-@functools.cache
-def _problem(direction: str, images: tuple, weight: tuple, stride: Pair, padding: Pair, products: int,
-             wanted: tuple[str | bool, ...], epilogue: tuple[type, ...], skip: tuple | None, silu: bool | None,
-             dilation: Pair, groups: int) -> Problem:
-    """`problem_of`, once for all operands with these fields: a training step asks for 200 problems."""
+def problem_of(direction: str, images: tuple, weight: tuple, stride: Pair, padding: Pair, products: int,
+               wanted: tuple[str | bool, ...], added: tuple[bool, ...], skip: tuple | None, silu: bool | None,
+               dilation: Pair, groups: int) -> Problem:
+    """The problem of operands with these `fields_of`.
+
+    A weight (K, C) is a linear layer's, whose matrices (..., C) are described as images: see `image_shape`.
+    """
     shape, *places = weight
     if len(shape) == 2:
         shape, images = (shape[0], 1, 1, shape[1]), tuple([one and (image_shape(one[0]), *one[1:]) for one in images])
     x, out, x2, *sources = [one and Image(*one) for one in images]
-    bias, emb, addend, _, gate, activation, factor, _ = [kind is not type(None) for kind in epilogue]
+    bias, emb, addend, gate, activation, factor = added
     implied = {
         Fusion.BIAS: bias, Fusion.EMB: emb, Fusion.ADDEND: addend, Fusion.GATE: gate, Fusion.ACTIVATION: activation,
         Fusion.FACTOR: factor, Fusion.SECOND_SOURCE: x2, Fusion.SKIP: skip, Fusion.NORM_BACKWARD: silu is not None,

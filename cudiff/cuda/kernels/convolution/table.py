@@ -29,6 +29,7 @@ from cudiff.cuda.kernels.convolution.problem import (
     Pair,
     Problem,
     Weight,
+    fields_of,
     problem_of,
 )
 from cudiff.cuda.kernels.elementwise import relu_forward
@@ -138,9 +139,9 @@ def fprop(given: Operands, stride: Pair, padding: Pair, dilation: Pair = (1, 1),
     """
     if given.out.size == 0:
         return None
-    problem = problem_of(FPROP, given, stride, padding, statistics and Fusion.STATISTICS, relu and Fusion.RELU,
-                         upsample and Fusion.UPSAMPLE, dilation=dilation, groups=groups)
-    chosen = CONVOLUTION.select(problem)
+    fields = fields_of(FPROP, given, stride, padding, statistics and Fusion.STATISTICS, relu and Fusion.RELU,
+                       upsample and Fusion.UPSAMPLE, dilation=dilation, groups=groups)
+    problem, chosen = CONVOLUTION.selected(problem_of, fields)
     if Fusion.SKIP in chosen.left:
         given = given._replace(skip=None, epilogue=given.epilogue._replace(addend=_skipped(given)))
         return fprop(given, stride, padding, statistics=statistics, relu=relu, upsample=upsample)
@@ -174,8 +175,8 @@ def dgrad(given: Operands, stride: Pair, padding: Pair, dilation: Pair = (1, 1),
     """
     if given.out.size == 0:
         return None
-    problem = problem_of(DGRAD, given, stride, padding, sums and Fusion.SUMS, dilation=dilation, groups=groups)
-    chosen = CONVOLUTION.select(problem)
+    fields = fields_of(DGRAD, given, stride, padding, sums and Fusion.SUMS, dilation=dilation, groups=groups)
+    problem, chosen = CONVOLUTION.selected(problem_of, fields)
     assert Fusion.CAST not in chosen.left
     return chosen.row.run(given, chosen.offer, problem)
 
@@ -188,8 +189,8 @@ def wgrad(given: Operands, stride: Pair, padding: Pair, dilation: Pair = (1, 1),
         if not given.add:
             given.weight.fill(0)
         return None
-    problem = problem_of(WGRAD, given, stride, padding, upsample and Fusion.UPSAMPLE, dilation=dilation, groups=groups)
-    chosen = CONVOLUTION.select(problem)
+    fields = fields_of(WGRAD, given, stride, padding, upsample and Fusion.UPSAMPLE, dilation=dilation, groups=groups)
+    problem, chosen = CONVOLUTION.selected(problem_of, fields)
     if Fusion.UPSAMPLE in chosen.left:
         x, _ = spread_windows(given.x, given.out.shape[1:3], TWICE, 1.0, None)
         return wgrad(given._replace(x=x), stride, padding)

@@ -60,7 +60,9 @@ def offer(p: Problem) -> Offer | None:
         return None
     asked = _product(p)
     microseconds = plan.estimate(*asked)  # by the rule: a tuned plan is not to change which kernel runs
-    otherwise = _time_as_convolution(p) + _time_afterwards(p)
+    otherwise = _time_as_convolution(p)
+    if p.wanted & AFTERWARDS:  # the table's next rows need an extra pass: a launch, and three matrices
+        otherwise += 3 + 3 * p.out.size * p.out.dtype.itemsize / BANDWIDTH
     return Offer(p.wanted, plan(*asked)) if microseconds < otherwise else None
 
 
@@ -135,11 +137,6 @@ def run_product(a: Array, b: Array, out: Array, offer: Offer, p: Product) -> Non
     plan.run(_of_product(p), lambda chosen: multiply(a, b, out, epilogue, p.transpose_a, not p.transpose_b,
                                                      p.add and not low_out, chosen),
              [out] if p.add else [], chosen=offer.plan)
-
-
-def _time_afterwards(p: Problem) -> float:
-    """Estimated microseconds of the extra pass that the table's next rows need: a launch, and three matrices."""
-    return 3 + 3 * p.out.size * p.out.dtype.itemsize / BANDWIDTH if p.wanted & AFTERWARDS else 0.0
 
 
 def run(given: Operands, offer: Offer, p: Problem) -> ChannelStatistics | None:

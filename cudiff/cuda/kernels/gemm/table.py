@@ -14,6 +14,7 @@ from cudiff.cuda.kernels.convolution.problem import (
     Fusion,
     Operands,
     Problem,
+    fields_of,
     problem_of,
 )
 from cudiff.cuda.kernels.elementwise import activate, multiply
@@ -114,8 +115,7 @@ def linear(direction: str, given: Operands, sums: bool = False) -> ChannelStatis
     x (..., K) · weight, plus the epilogue. WGRAD: weight, float32, = or += outᵀ (K, ...) · concat(x, x2) (..., C).
     sums: whether to return the SUMS of a result that is multiplied by a factor; None where the kernel makes none.
     """
-    problem = problem_of(direction, given, (1, 1), (0, 0), sums and Fusion.SUMS)
-    chosen = LINEAR.select(problem)
+    problem, chosen = LINEAR.selected(problem_of, fields_of(direction, given, (1, 1), (0, 0), sums and Fusion.SUMS))
     if Fusion.SECOND_SOURCE in chosen.left:
         for half in _halves(direction, given):
             linear(direction, half)

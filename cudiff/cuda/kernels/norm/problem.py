@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any, NamedTuple
 
@@ -110,9 +109,8 @@ class Backward(NamedTuple):
         return arrays[0], arrays[1]
 
 
-@functools.cache
 def problem_of(backward: bool, dtype: np.dtype, x: tuple[int, ...], x2: tuple[int, ...] | None, groups: int,
-               places: int, summed: bool, two_terms: bool = False) -> Problem:
+               places: int, summed: bool, two_terms: bool) -> Problem:
     """The problem of sources of these shapes. places: of all arrays' addresses the bits of `places_of`."""
     channels1, channels2 = x[-1], 0 if x2 is None else x2[-1]
     packs = (places | (channels1 | channels2) * dtype.itemsize) % 16 == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from cudiff.backend import Array, float32
 from cudiff.cuda.accumulate import gradient_sum, gradient_sums, gradient_target
@@ -41,8 +42,8 @@ def forward(x: Array, x2: Array | None, weight: Array, bias: Array, num_groups: 
     require_float32(weight, bias, scale, shift)
     first, second = statistics
     summed = first is not None and (x2 is None or second is not None)
-    problem = problem_of(False, x.dtype, shape, None if x2 is None else x2.shape, num_groups, places_of(x, x2), summed)
-    chosen = NORM.select(problem)
+    fields = (False, x.dtype, shape, None if x2 is None else x2.shape, num_groups, places_of(x, x2), summed, False)
+    _, chosen = NORM.selected(problem_of, fields)
     given = Forward(y, mean, rstd, x, x2, weight, bias, scale, shift, (first, second), eps, silu)
     chosen.row.run(chosen.offer.plan, given)
     return y, mean, rstd
@@ -70,13 +71,14 @@ def backward(dy: Array, x: Array, x2: Array | None, weight: Array, bias: Array, 
     else:
         dx, dx2 = [gradient_sum(slot, source.shape, x.dtype) if need else (None, None)
                    for slot, source, need in zip(into, (x, x2), needs, strict=False)]
-    dweight, dbias, dscale, dshift = [
-        gradient_target(slot, parameter.shape, float32) if need else (None, False)
-        for slot, parameter, need in zip(into[2:], (weight, bias, scale, shift), needs[2:], strict=True)
-    ]
-    problem = problem_of(True, x.dtype, x.shape, None if x2 is None else x2.shape, mean.shape[1],
-                         places_of(dy, x, x2, *dx, *dx2, y), statistics is not None, more is not None)
-    chosen = NORM.select(problem)
+    targets: list[Any] = [(None, False)] * 4
+    for i, parameter in enumerate((weight, bias, scale, shift)):
+        if needs[2 + i]:
+            targets[i] = gradient_target(into[2 + i], parameter.shape, float32)
+    dweight, dbias, dscale, dshift = targets
+    fields = (True, x.dtype, x.shape, None if x2 is None else x2.shape, mean.shape[1],
+              places_of(dy, x, x2, *dx, *dx2, y), statistics is not None, more is not None)
+    problem, chosen = NORM.selected(problem_of, fields)
     given = Backward(dy, x, x2, (weight, bias, scale, shift, mean, rstd, problem.groups), silu, dx, dx2, dweight, dbias,
                      dscale, dshift, y, statistics, din_statistics, needs)
     chosen.row.run(chosen.offer.plan, given)
