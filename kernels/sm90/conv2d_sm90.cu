@@ -38,7 +38,7 @@
 //              warpgroup computes 64 channels of a tile: its products have 64 rows, the channels, and PIXELS columns. The
 //              results of a thread belong to two channels. With 256 columns the operands are read from shared memory least
 //              often. With fewer, shared memory's speed is the bound: 128 columns reach 0.92 of the speed of 256, and 64
-//              columns 0.63 (TILES in convolution/sm90.py).
+//              columns 0.63 (TILES in convolution/plans_sm90.py).
 //   IMAGES     A tile may have several images of up to 8 columns, one below the other: smaller tiles would read the weights
 //              more often. A halo tile has R / 2 rows of zeros between two images, the padding of both. The rows of results
 //              there are computed, but not stored.
@@ -375,8 +375,7 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
 #pragma unroll
                 for (int r = 0; r < R; r++)
                     multiply(b.buffer() + r * TAP_BYTES, a.buffer() + (r * pitch + before + s) * ROW_BYTES, WHOLE_ROWS ? 8 : pitch,
-                             k_steps,
-                             i > first || r > 0);
+                             k_steps, i > first || r > 0);
                 wgmma_commit();
                 b.advance();
                 if (s == S - 1) a.advance();

@@ -180,7 +180,7 @@ def test_wgrad_of_tf32_in_splits_adds_to_what_is_there(hopper, rng, outputs, cha
 
 @pytest.mark.parametrize("kernel_rows, upsample", [(1, False), (3, False), (1, True), (3, True)])
 def test_every_wgrad_fits(kernel_rows, upsample):
-    for height, columns in [*SIZES, (3, 129), (9, 200), (64, 256), (1, 640)]:
+    for height, columns in [*SIZES, (3, 129), (9, 200), (64, 256), (1, 640), (512, 1), (767, 2)]:
         width = wgrad_sm90.width_of(columns)
         for channels in (8, 65, 129, 512):
             images, weights = (2, height, columns), ((72, kernel_rows, 3, channels), (200, kernel_rows, 3, 8))
@@ -202,6 +202,7 @@ def test_every_wgrad_fits(kernel_rows, upsample):
                 halo = blocks(halo * 128, 1024) * 1024
                 assert stages * (dout * 128 + plan.across * halo) + 16 * stages <= shared
                 assert dout % 16 == 0 and dout <= 256
+                assert max(rows + kernel_rows - 1, pitch + plan.taps - 1 + 2 * upsample) <= 256, "of a box of TMA"
                 assert 1 <= plan.across <= (3 if kernel_rows == 1 else 1) and stages >= 2
                 assert plan.taps == 1 or kernel_rows == 3
                 steps = 2 * blocks(height, rows) * blocks(columns, pitch)

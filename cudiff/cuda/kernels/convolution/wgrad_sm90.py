@@ -276,7 +276,8 @@ def cuts(size: tuple[int, int], channels: int, kernel: tuple[int, ...], taps: in
         parts = _fit(False, (rows,), width, kernel[0], taps, across, upsample)
     if not upsample and columns % (16 if taps > 1 else 8) and columns <= COLUMNS:
         width = columns + taps // 2
-        whole = _fit(True, range(1, min(height, 256 // width) + 1), width, kernel[0], taps, across, False)
+        most = min(height, 256 // width, 257 - kernel[0])  # a box of TMA has up to 256 rows, the halo's too
+        whole = _fit(True, range(1, most + 1), width, kernel[0], taps, across, False)
 
     def order(cut: Cut) -> tuple[bool, float, int]:
         return cut.stages < 3, cut.steps((1, *size)) * _step(cut, kernel[0], taps, across), -cut.rows

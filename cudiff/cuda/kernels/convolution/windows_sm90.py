@@ -2,7 +2,7 @@
 
 The product's rows are the windows of all images. Its depth is the channels of all taps. A tile of rows may span
 several images, so that many small images fill it. conv2d_sm90.cu is slower with these and with one tap: it cuts each
-image into tiles 8 pixels wide, and its warpgroups share no operand.
+image into tiles of its own, and its warpgroups share no operand.
 
 With stride s, dgrad is s² convolutions of stride 1. Each computes the pixels that lie s apart: the same taps contribute
 to all of them, and these taps lie s apart too. With a 3x3 kernel of stride 2, one of four pixels gets four taps, two
