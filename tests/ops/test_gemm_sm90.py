@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from cudiff import Tensor
-from cudiff.cuda.kernels.convolution import sm90 as convolution
+from cudiff.cuda.kernels.convolution import plans_sm90
 from cudiff.cuda.kernels.convolution.problem import DGRAD, FPROP, WGRAD, Fusion, Image, Problem, Weight
 from cudiff.cuda.kernels.gemm import sm90
 from cudiff.cuda.kernels.gemm.problem import Matrix, Product
@@ -227,7 +227,7 @@ def test_every_plan_of_a_product_of_floats(hopper, monkeypatch, rng, size, add):
     plans = []
     for count in (132, 4):  # with four there are rows of tiles that are not split
         with monkeypatch.context() as patch:
-            patch.setattr(convolution, "multiprocessors", lambda count=count: count)
+            patch.setattr(plans_sm90, "multiprocessors", lambda count=count: count)
             plans += [plan for plan in sm90.plans(rows, columns, depth, False) if plan not in plans]
     assert rows < 776 or {plan.whole > 0 for plan in plans if plan.splits > 1} == {False, True}
     cases = [(plan, True) for plan in plans]
