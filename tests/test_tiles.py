@@ -162,6 +162,7 @@ def test_each_line_that_comes_with_cudiff_names_a_plan():
 
 @pytest.mark.parametrize("problem", [
     ((32, 64, 64, 64), 64, (3, 3), 2, 0, False), ((8, 8, 8, 512), 256, (3, 3), 4, 72, True),
+    ((16, 28, 28, 64), 64, (3, 3), 2, 0, False),
 ])
 def test_plans_of_convolutions_differ_by_their_choice(problem):
     plans = plans_sm90.plans(*problem)
@@ -196,8 +197,9 @@ def test_plans_of_products_differ_by_their_choice():
     assert len({tuple(plan.choice) for plan in plans}) == len(plans)
 
 
-def test_plans_of_weights_gradients_differ_by_their_choice():
-    plans = list(wgrad_sm90.plans((32, 64, 64), ((64, 3, 3, 64), (64, 3, 3, 128)), False))
+@pytest.mark.parametrize("images", [(32, 64, 64), (32, 28, 28)])
+def test_plans_of_weights_gradients_differ_by_their_choice(images):
+    plans = list(wgrad_sm90.plans(images, ((64, 3, 3, 64), (64, 3, 3, 128)), False))
     assert len({tuple(plan.choice) for plan in plans}) == len(plans)
 
 
