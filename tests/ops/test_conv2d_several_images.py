@@ -1,5 +1,7 @@
 """Convolutions on Hopper whose output tiles have several small images."""
 
+from functools import partial
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -22,20 +24,81 @@ CASES = [
 ]
 
 
-def several(shape, outputs, kernel, itemsize, skip=0):
-    """The plans with several images in a tile, of this GPU, and of three multiprocessors: a block has several tiles."""
+def plans_where(chosen, shape, outputs, kernel, itemsize, skip=0):
+    """The plans for which chosen(plan), of this GPU, and of three multiprocessors: a block has several tiles."""
     found = []
     for count in (plans_sm90.multiprocessors(), 3):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(plans_sm90, "multiprocessors", lambda count=count: count)
-            plans = plans_sm90.plans(shape, outputs, kernel, itemsize, skip, False)
-            found += [plan for plan in plans if plan.images > 1]
+            found += filter(chosen, plans_sm90.plans(shape, outputs, kernel, itemsize, skip, False))
     assert found
     return found
 
 
+several = partial(plans_where, lambda plan: plan.images > 1)
+
+
 def poisoned(like):
     return Tensor(np.full(like.shape, np.nan, Tensor(like).dtype), device="cuda").data
+
+
+def check_epilogue(rng, plans, shape, outputs, kernel, transposed, dtype):
+    """By all of plans(shape, outputs, kernel, itemsize), beside NumPy: with an embedding for each image, and an addend;
+    and each image's statistics."""
+    operands, (_, expected) = random_convolution(rng, shape, outputs, kernel, dtype, transposed)
+    x, weight, bias, emb, addend = operands
+    asked = (DGRAD, []) if transposed else (FPROP, [Fusion.STATISTICS])
+    for plan in plans(shape, outputs, kernel, x.itemsize):
+        out = poisoned(addend)
+        left = convolve(Operands(x, weight, out, Epilogue(bias, emb, addend)), plan, *asked[1], direction=asked[0])
+        got = Tensor(out).numpy()
+        assert relative_error(got, expected) < TOLERANCES[dtype][0]
+        if not transposed:
+            rounded, sums = got.astype(np.float64), sums_of(left)
+            assert np.allclose(sums[..., 0], rounded.sum((1, 2)), rtol=1e-4, atol=1e-3 * np.sqrt(shape[1] * shape[2]))
+            assert relative_error(sums[..., 1], (rounded**2).sum((1, 2))) < 1e-5
+
+
+def check_skip_path(rng, plans, size):
+    """Of one source, and of two."""
+    shape, outputs, dtype = (*size, 72), 72, ml_dtypes.bfloat16
+    (x, weight, bias, _, out), _ = random_convolution(rng, shape, outputs, (3, 3), dtype, False)
+    for channels in ((40,), (64, 24)):
+        sources = [rng.standard_normal((*size, count)).astype(dtype) for count in channels]
+        matrix = rng.standard_normal((outputs, 1, 1, sum(channels))).astype(dtype)
+        expected = ops.conv2d(*(Tensor(Tensor(array).numpy().astype(np.float64)) for array in (x, weight)), padding=1)
+        expected = expected.numpy() + Tensor(bias).numpy()
+        path = np.concatenate(sources, -1).astype(np.float64) @ matrix[:, 0, 0].astype(np.float64).T
+        on_gpu = [Tensor(array, device="cuda").data for array in (*sources, matrix)]
+        skip = Skip(on_gpu[0], on_gpu[1] if len(channels) == 2 else None, on_gpu[-1], None)
+        for plan in plans(shape, outputs, (3, 3), 2, sum(channels)):
+            result = poisoned(out)
+            convolve(Operands(x, weight, result, Epilogue(bias), skip=skip), plan, Fusion.STATISTICS)
+            assert relative_error(Tensor(result).numpy(), expected + path) < 4e-3
+
+
+def check_norms_backward(rng, plans, sizes, taps, silu, dtype):
+    """Each image has its own affine maps, and its own sums."""
+    for size in sizes:
+        case = NormedConvolution(rng, size, (64, 72), 72, taps, dtype, True, silu)
+        dout, weight, norm, out = case.on_gpu()
+        for plan in plans(dout.shape, 136, (taps, taps), 2):
+            out.data.fill(np.nan)
+            case.check(out, convolve(Operands(dout, weight, out.data, norm=norm), plan, direction=DGRAD))
+
+
+def check_two_sources_and_relu(rng, plans, size):
+    shape, outputs, dtype = (*size, 136), 72, ml_dtypes.bfloat16
+    (x, weight, bias, emb, out), (expected, _) = random_convolution(rng, shape, outputs, (3, 3), dtype, False)
+    joined = Tensor(x).numpy()
+    first, second = (Tensor(np.ascontiguousarray(part), device="cuda").data for part in np.split(joined, [64], axis=-1))
+    for plan in plans(shape, outputs, (3, 3), 2):
+        result = poisoned(out)
+        convolve(Operands(first, weight, result, Epilogue(bias, emb), second), plan)
+        assert relative_error(Tensor(result).numpy(), expected) < 4e-3
+        result = poisoned(out)
+        convolve(Operands(x, weight, result, Epilogue(bias, emb)), plan, Fusion.RELU)
+        assert relative_error(Tensor(result).numpy(), expected.clip(0)) < 4e-3
 
 
 def test_the_smallest_tile_that_images_fit():
@@ -80,65 +143,24 @@ def test_the_rule_takes_them_where_they_were_faster(images, size, channels, outp
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("shape, outputs, kernel", CASES, ids=str)
 def test_against_numpy(hopper, rng, shape, outputs, kernel, transposed, dtype):
-    """With an embedding for each image, and an addend; and each image's statistics."""
-    operands, (_, expected) = random_convolution(rng, shape, outputs, kernel, dtype, transposed)
-    x, weight, bias, emb, addend = operands
-    asked = (DGRAD, []) if transposed else (FPROP, [Fusion.STATISTICS])
-    for plan in several(shape, outputs, kernel, x.itemsize):
-        out = poisoned(addend)
-        left = convolve(Operands(x, weight, out, Epilogue(bias, emb, addend)), plan, *asked[1], direction=asked[0])
-        got = Tensor(out).numpy()
-        assert relative_error(got, expected) < TOLERANCES[dtype][0]
-        if not transposed:
-            rounded, sums = got.astype(np.float64), sums_of(left)
-            assert np.allclose(sums[..., 0], rounded.sum((1, 2)), rtol=1e-4, atol=1e-3 * np.sqrt(shape[1] * shape[2]))
-            assert relative_error(sums[..., 1], (rounded**2).sum((1, 2))) < 1e-5
+    check_epilogue(rng, several, shape, outputs, kernel, transposed, dtype)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("images", [3, 4, 7])
 @pytest.mark.parametrize("size", [8, 7, 4])
 def test_a_skip_path(hopper, rng, images, size):
-    """Of one source, and of two. The rows between images hold what was there before."""
-    shape, outputs, dtype = (images, size, size, 72), 72, ml_dtypes.bfloat16
-    (x, weight, bias, _, out), _ = random_convolution(rng, shape, outputs, (3, 3), dtype, False)
-    for channels in ((40,), (64, 24)):
-        sources = [rng.standard_normal((*shape[:3], count)).astype(dtype) for count in channels]
-        matrix = rng.standard_normal((outputs, 1, 1, sum(channels))).astype(dtype)
-        expected = ops.conv2d(*(Tensor(Tensor(array).numpy().astype(np.float64)) for array in (x, weight)), padding=1)
-        expected = expected.numpy() + Tensor(bias).numpy()
-        path = np.concatenate(sources, -1).astype(np.float64) @ matrix[:, 0, 0].astype(np.float64).T
-        on_gpu = [Tensor(array, device="cuda").data for array in (*sources, matrix)]
-        skip = Skip(on_gpu[0], on_gpu[1] if len(channels) == 2 else None, on_gpu[-1], None)
-        for plan in several(shape, outputs, (3, 3), 2, sum(channels)):
-            result = poisoned(out)
-            convolve(Operands(x, weight, result, Epilogue(bias), skip=skip), plan, Fusion.STATISTICS)
-            assert relative_error(Tensor(result).numpy(), expected + path) < 4e-3
+    """The rows between images hold what was there before."""
+    check_skip_path(rng, several, (images, size, size))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("taps, silu", [(3, True), (1, True), (1, False)])
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16], ids=["bf16", "fp16"])
 def test_a_norm_s_backward(hopper, rng, taps, silu, dtype):
-    """Each image has its own affine maps, and its own sums."""
-    for size in ((4, 8, 8), (5, 7, 7), (7, 4, 4), (9, 5, 5)):
-        case = NormedConvolution(rng, size, (64, 72), 72, taps, dtype, True, silu)
-        dout, weight, norm, out = case.on_gpu()
-        for plan in several(dout.shape, 136, (taps, taps), 2):
-            out.data.fill(np.nan)
-            case.check(out, convolve(Operands(dout, weight, out.data, norm=norm), plan, direction=DGRAD))
+    check_norms_backward(rng, several, ((4, 8, 8), (5, 7, 7), (7, 4, 4), (9, 5, 5)), taps, silu, dtype)
 
 
 @pytest.mark.gpu
 def test_two_sources_and_relu(hopper, rng):
-    shape, outputs, dtype = (3, 8, 8, 136), 72, ml_dtypes.bfloat16
-    (x, weight, bias, emb, out), (expected, _) = random_convolution(rng, shape, outputs, (3, 3), dtype, False)
-    joined = Tensor(x).numpy()
-    first, second = (Tensor(np.ascontiguousarray(part), device="cuda").data for part in np.split(joined, [64], axis=-1))
-    for plan in several(shape, outputs, (3, 3), 2):
-        result = poisoned(out)
-        convolve(Operands(first, weight, result, Epilogue(bias, emb), second), plan)
-        assert relative_error(Tensor(result).numpy(), expected) < 4e-3
-        result = poisoned(out)
-        convolve(Operands(x, weight, result, Epilogue(bias, emb)), plan, Fusion.RELU)
-        assert relative_error(Tensor(result).numpy(), expected.clip(0)) < 4e-3
+    check_two_sources_and_relu(rng, several, (3, 8, 8))
