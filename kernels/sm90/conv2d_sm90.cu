@@ -275,10 +275,10 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
     i64 all = STREAM_K ? (i64)(all_tiles / together) * CEIL_DIV(K, 64) * steps : all_tiles;
     Work work = {all, 0, 0, all_tiles, tiles, across, rows, steps, own, first, last, (int)blockIdx.y * 64, together, resident};
     work.at = work.beginning(blockIdx.x / together), work.to = work.beginning(blockIdx.x / together + 1);
-    // A grid of few blocks starts while the kernel before it still runs. That kernel may still write weights: they are only
-    // prefetched into L2, where a write still reaches them. Where all multiprocessors have a block this cost 2 %.
-    if (threadIdx.x == CONSUMERS && gridDim.x * gridDim.y * gridDim.z <= 100)
-        for (int tap = first * R; tap < min(min(own, last), first + b_stages) * R; tap++) {
+    // Blocks may start while the kernel before them still runs. That kernel may still write weights: they are only prefetched
+    // into L2, where a write still reaches them. Each tap by one of the blocks that read it.
+    if (!STREAM_K && threadIdx.x == CONSUMERS)
+        for (int tap = first * R + blockIdx.x; tap < min(min(own, last), first + b_stages) * R; tap += gridDim.x) {
             int r = tap % R, s = tap / R % S, c = tap / R / S * CHUNK;
             if (PASS == FPROP) tma_prefetch(K - work.k0 < 64 ? last_weight : weight, c, r * S + s, work.k0);
             else tma_prefetch(weight, work.k0, (R - 1 - r) * S + S - 1 - s, c);
