@@ -4,7 +4,7 @@ A problem is the sizes that a kernel is launched with. A plan is a tile and a di
 files in `kernels/tuned/`, one for each GPU, come with cudiff. `cudiff tune` writes the user's own file, which has
 precedence. A file lists plans by GPU, kernel and problem:
 
-    ["NVIDIA H200".conv2d_sm90-3]
+    ["NVIDIA H200".conv2d_sm90-4]
     "(32, 64, 64, 64), 64, (3, 3), 2, 0, False" = [256, 1]
 
 The number after the kernel's name is the version of its plans and problems. Lines of another version are ignored, and

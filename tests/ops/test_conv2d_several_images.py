@@ -110,7 +110,7 @@ def test_the_smallest_tile_that_images_fit():
         ((1, 8, 8), 3, {}), ((9, 8, 9), 3, {}), ((9, 15, 8), 3, {2: 256}), ((9, 16, 8), 3, {}),
     ):
         plans = plans_sm90.plans((*shape, 64), 64, (taps, taps), 2, 0, False)
-        found = {(plan.images, plan.tile.pixels) for plan in plans if plan.images > 1}
+        found = {(plan.images, plan.pixels) for plan in plans if plan.images > 1}
         assert found == set(expected.items())
     assert all(plan.images == 1 for plan in plans_sm90.plans((9, 8, 8, 64), 64, (3, 3), 2, 0, True))
 

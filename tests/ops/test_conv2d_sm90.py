@@ -114,20 +114,20 @@ def random_convolution(rng, shape, outputs, kernel, dtype, transposed, upsample=
 SHARED = [{"cluster": 2}, {"cluster": 4}, {"cluster": 8}, {"stream_k": True}]  # how blocks share the depth
 
 
-def divisions(tile):
+def divisions(pixels):
     """All ways, and none; stream-K with two of the tiles, as each way takes 4 s to compile."""
-    return [{}, *(SHARED if tile.pixels in (128, 64) else SHARED[:3])]
+    return [{}, *(SHARED if pixels in (128, 64) else SHARED[:3])]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tile", plans_sm90.TILES, ids=str)
+@pytest.mark.parametrize("pixels", plans_sm90.TILES, ids=str)
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("stream_k", [False, True])
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float32], ids=["bf16", "tf32"])
-def test_every_tile(hopper, rng, tile, transposed, stream_k, dtype):
+def test_every_tile(hopper, rng, pixels, transposed, stream_k, dtype):
     shape, outputs = (2, 11, 19, 136), 200
     (x, weight, bias, emb, out), (_, expected) = random_convolution(rng, shape, outputs, (3, 3), dtype, transposed)
-    chosen = plans_sm90.fit(tile, shape, outputs, (3, 3), x.itemsize, stream_k=stream_k)
+    chosen = plans_sm90.fit(pixels, shape, outputs, (3, 3), x.itemsize, stream_k=stream_k)
     assert chosen is not None
     given = Operands(x, weight, out, Epilogue(bias, emb, out))
     assert convolve(given, chosen, direction=DGRAD if transposed else FPROP) is None
@@ -186,8 +186,9 @@ def test_an_input_is_read_upsampled(hopper, rng, dtype, adds, shape, weight_shap
     problem = problem_of(FPROP, Operands(x, weight, addend), (1, 1), padding, Fusion.UPSAMPLE)._replace(products=1)
     assert Fusion.UPSAMPLE in sm90.offer(problem).fused
     seen = (*addend.shape[:3], shape[3])
-    for chosen in (None, *filter(None, (plans_sm90.fit(tile, seen, outputs, kernel, x.itemsize, upsample=True, **shared)
-                                        for tile in plans_sm90.TILES for shared in divisions(tile)))):
+    fitted = (plans_sm90.fit(pixels, seen, outputs, kernel, x.itemsize, upsample=True, **shared)
+              for pixels in plans_sm90.TILES for shared in divisions(pixels))
+    for chosen in (None, *filter(None, fitted)):
         least = chosen and chosen._replace(halos=min(2, chosen.halos), weights=min(2, chosen.weights))
         out, again = (Tensor(np.full(addend.shape, np.nan, dtype), device="cuda") for _ in range(2))
         for target, plan, statistics in ((out, chosen, True), (again, least, False)):
@@ -206,19 +207,19 @@ def test_an_input_is_read_upsampled(hopper, rng, dtype, adds, shape, weight_shap
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tile", plans_sm90.TILES, ids=str)
+@pytest.mark.parametrize("pixels", plans_sm90.TILES, ids=str)
 @pytest.mark.parametrize("size, sources, scaled, taps", [
     ((100, 8, 8), (128, 64), True, 3), ((2, 11, 19), (64, 40), False, 3), ((3, 33, 17), (72, 0), True, 1),
     ((5, 16, 15), (64, 40), True, 1), ((5, 70, 9), (24, 0), False, 3), ((1, 13, 9), (128, 64), True, 3),
 ], ids=str)
 @pytest.mark.parametrize("silu", [True, False])
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16], ids=["bf16", "fp16"])
-def test_gradient_to_a_norm(hopper, rng, tile, size, sources, scaled, taps, silu, dtype):
+def test_gradient_to_a_norm(hopper, rng, pixels, size, sources, scaled, taps, silu, dtype):
     """Blocks with many tiles, one, or part of one; tiles beyond the image, channels beyond the second source."""
     convolution = NormedConvolution(rng, size, sources, 200, taps, dtype, scaled, silu)
     dout, weight, norm, out = convolution.on_gpu()
     problem = dout.shape, sum(sources), (taps, taps), dout.itemsize
-    fitted = [plans_sm90.fit(tile, *problem, **shared) for shared in divisions(tile)]
+    fitted = [plans_sm90.fit(pixels, *problem, **shared) for shared in divisions(pixels)]
     assert fitted[0] is not None
     given = Operands(dout, weight, out.data, norm=norm)
     assert Fusion.NORM_BACKWARD in sm90.offer(problem_of(DGRAD, given, (1, 1), convolution.padding)).fused
@@ -237,10 +238,10 @@ SKIPS = [
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("statistics", [False, True])
-@pytest.mark.parametrize("tile", plans_sm90.TILES, ids=str)
+@pytest.mark.parametrize("pixels", plans_sm90.TILES, ids=str)
 @pytest.mark.parametrize("shape, outputs, sources", SKIPS, ids=str)
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16], ids=["bf16", "fp16"])
-def test_a_skip_path_is_further_depth(hopper, rng, dtype, shape, outputs, sources, tile, statistics):
+def test_a_skip_path_is_further_depth(hopper, rng, dtype, shape, outputs, sources, pixels, statistics):
     """Also with the fewest halo tiles and weights in flight, and in clusters of which some blocks have none of it or
     all."""
     (x, weight, bias, emb, _), (expected, _) = random_convolution(rng, shape, outputs, (3, 3), dtype, False)
@@ -253,8 +254,8 @@ def test_a_skip_path_is_further_depth(hopper, rng, dtype, shape, outputs, source
     skip = Skip(
         *(None if array is None else Tensor(array, device="cuda").data for array in (*images, skip_weight, skip_bias))
     )
-    for shared in divisions(tile):
-        chosen = plans_sm90.fit(tile, shape, outputs, (3, 3), x.itemsize, skip=sum(sources), **shared)
+    for shared in divisions(pixels):
+        chosen = plans_sm90.fit(pixels, shape, outputs, (3, 3), x.itemsize, skip=sum(sources), **shared)
         assert shared or chosen is not None
         if chosen is None:
             continue

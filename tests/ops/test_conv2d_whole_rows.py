@@ -35,7 +35,7 @@ of_whole_rows = partial(plans_where, lambda plan: plan.whole_rows)
 ])
 def test_the_smallest_tile_for_each_number_of_tiles(size, kernel, expected):
     plans = plans_sm90.plans((256, *size, 64), 64, kernel, 2, 0, False)
-    assert {plan.tile.pixels: plan.rows for plan in plans if plan.whole_rows} == expected
+    assert {plan.pixels: plan.rows for plan in plans if plan.whole_rows} == expected
 
 
 @pytest.mark.gpu

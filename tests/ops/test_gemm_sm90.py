@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 from cudiff import Tensor
-from cudiff.cuda.kernels.convolution import plans_sm90
+from cudiff.cuda.kernels.convolution import plans_sm90 as plans_of_convolutions
 from cudiff.cuda.kernels.convolution.problem import DGRAD, FPROP, WGRAD, Fusion, Image, Problem, Weight
-from cudiff.cuda.kernels.gemm import sm90
+from cudiff.cuda.kernels.gemm import plans_sm90, sm90
 from cudiff.cuda.kernels.gemm.problem import Matrix, Product
 from cudiff.cuda.kernels.gemm.product import Epilogue
 from cudiff.cuda.kernels.gemm.table import LINEAR, MATMUL
@@ -44,20 +44,20 @@ def test_wide_layers_take_it_and_others_the_convolutions(rows, inputs, outputs, 
 
 def test_a_weight_gradient_of_few_tiles_is_split():
     """18 tiles for 132 multiprocessors: 14.2 µs on an H200, in clusters 18.1."""
-    assert sm90.plan.by_rule(384, 768, 8192, False)[0].splits > 1
+    assert plans_sm90.plan.by_rule(384, 768, 8192, False)[0].splits > 1
 
 
 def test_results_of_up_to_64_columns_have_tiles_as_wide():
-    assert [sm90.plan.by_rule(50176, columns, 576, True)[0].columns for columns in (8, 64, 72)] == [64, 64, 128]
-    assert sm90.plan.by_rule(64, 576, 50176, False)[0].columns == 64, "of the transposed product"
-    assert all(plan.columns > 64 for plan in sm90.plans(50176, 72, 576, True))
+    assert [plans_sm90.plan.by_rule(50176, columns, 576, True)[0].columns for columns in (8, 64, 72)] == [64, 64, 128]
+    assert plans_sm90.plan.by_rule(64, 576, 50176, False)[0].columns == 64, "of the transposed product"
+    assert all(plan.columns > 64 for plan in plans_sm90.plans(50176, 72, 576, True))
 
 
 def test_no_rows_of_tiles_of_windows_are_whole():
     """Of 288 tiles 264 would fill two waves. They cannot be cut off: their rows are channels of all taps."""
     shape = 1024, 9216, 65536, False
-    assert any(plan.whole for plan in sm90.plans(*shape))
-    assert all(plan.transposed and not plan.whole for plan in sm90.plans(*shape, images=2**24))
+    assert any(plan.whole for plan in plans_sm90.plans(*shape))
+    assert all(plan.transposed and not plan.whole for plan in plans_sm90.plans(*shape, images=2**24))
 
 
 WIDE = 8192, 768, 3072
@@ -138,8 +138,9 @@ def test_every_plan_covers_the_result_and_fits(monkeypatch, size, low_out):
     rows, columns, depth = size
     out = np.zeros((1, rows, columns), HALF if low_out else np.float32)
     a, b = (np.zeros((1, n, depth) if low_out else (1, depth, n), HALF) for n in (rows, columns))
-    plans, launches = list(sm90.plans(rows, columns, depth, low_out)), []
-    assert all(plan.splits == 1 for plan in sm90.plans(rows, columns, depth, low_out, 3)), "one matrix alone is split"
+    plans, launches = list(plans_sm90.plans(rows, columns, depth, low_out)), []
+    several = plans_sm90.plans(rows, columns, depth, low_out, 3)
+    assert all(plan.splits == 1 for plan in several), "one matrix alone is split"
     for plan in plans:
         for epilogue in [Epilogue(), *beside(out, out)] if low_out else [Epilogue()]:
             sm90.multiply(a, b, out, epilogue, not low_out, not low_out, False, plan)
@@ -182,7 +183,7 @@ def test_every_plan_of_a_rounded_product(hopper, monkeypatch, rng, size, dtype, 
     a, b = (rng.standard_normal((n, depth)).astype(dtype) for n in (rows, columns))
     bias, before = rng.standard_normal(columns).astype(np.float32), rng.standard_normal((rows, columns)).astype(dtype)
     product = a.astype(float) @ b.astype(float).T
-    for plan in sm90.plans(rows, columns, depth, True):
+    for plan in plans_sm90.plans(rows, columns, depth, True):
         for adds in (False, True):
             found = []
             for count in (132, 2):  # with two blocks, each has many tiles
@@ -205,7 +206,7 @@ def test_many_tiles_of_three_panels(hopper, rng, columns):
     a, b = (Tensor(rng.standard_normal((1, n, 64)).astype(ml_dtypes.bfloat16), device="cuda") for n in (rows, columns))
     for _ in range(20):
         outs.append(Tensor(np.full((1, rows, columns), np.nan, ml_dtypes.bfloat16), device="cuda"))
-        sm90.multiply(a.data, b.data, outs[-1].data, Epilogue(), False, False, False, sm90.Plan(192, 1, 0))
+        sm90.multiply(a.data, b.data, outs[-1].data, Epilogue(), False, False, False, plans_sm90.Plan(192, 1, 0))
     expected = outs[0].numpy()
     assert relative_error(expected[0], a.numpy()[0].astype(float) @ b.numpy()[0].astype(float).T) < 1e-2
     assert all(out.numpy().tobytes() == expected.tobytes() for out in outs[1:])
@@ -227,8 +228,8 @@ def test_every_plan_of_a_product_of_floats(hopper, monkeypatch, rng, size, add):
     plans = []
     for count in (132, 4):  # with four there are rows of tiles that are not split
         with monkeypatch.context() as patch:
-            patch.setattr(plans_sm90, "multiprocessors", lambda count=count: count)
-            plans += [plan for plan in sm90.plans(rows, columns, depth, False) if plan not in plans]
+            patch.setattr(plans_of_convolutions, "multiprocessors", lambda count=count: count)
+            plans += [plan for plan in plans_sm90.plans(rows, columns, depth, False) if plan not in plans]
     assert rows < 776 or {plan.whole > 0 for plan in plans if plan.splits > 1} == {False, True}
     cases = [(plan, True) for plan in plans]
     if depth % 8 == 0:  # rows along the depth begin at multiples of 16 bytes
@@ -273,7 +274,7 @@ def test_what_becomes_of_a_result_with_every_plan(hopper, monkeypatch, rng, size
     gated = x + gates * v
     expected = [v + x, gated, gated, v * x, value(tanh_gelu, v), value(silu, v), value(gelu, v)]
     expected_aux = {2: v, 4: slope(tanh_gelu, v), 5: slope(silu, v)}
-    for plan in sm90.plans(rows, columns, depth, True):
+    for plan in plans_sm90.plans(rows, columns, depth, True):
         for i, result in enumerate(expected):
             found = []
             for count in (132, 2):

@@ -6,7 +6,7 @@ import pytest
 
 from cudiff import Tensor
 from cudiff.cuda import tiles
-from cudiff.cuda.kernels.convolution import plans_sm90, windows_sm90
+from cudiff.cuda.kernels.convolution import windows_sm90
 from cudiff.cuda.kernels.convolution.problem import (
     DGRAD,
     FPROP,
@@ -19,8 +19,9 @@ from cudiff.cuda.kernels.convolution.problem import (
 )
 from cudiff.cuda.kernels.convolution.table import CONVOLUTION
 from cudiff.cuda.kernels.gemm import sm90 as gemm
+from cudiff.cuda.kernels.gemm.plans_sm90 import plans
 from cudiff.cuda.kernels.gemm.product import Epilogue
-from cudiff.cuda.kernels.gemm.sm90 import plans, whole_channels
+from cudiff.cuda.kernels.gemm.sm90 import whole_channels
 from cudiff.cuda.select import Offer
 from cudiff.ops.conv2d import dgrad_numpy, fprop_numpy, wgrad_numpy
 from tests.check import problem_of, relative_error
@@ -81,16 +82,6 @@ def test_conv2d_leaves_only_statistics_that_it_cannot_write():
                             out=Image((64, side, side, 64), BF16))
         without, summed = (windows_sm90.otherwise(asked._replace(wanted=wanted)) for wanted in (frozenset(), SUMMED))
         assert (summed == without) == writes
-
-
-@pytest.mark.parametrize("images, share", [(128, 1), (256, windows_sm90.SMALL_SHARE)])
-def test_a_block_s_smallest_tiles_are_counted_with_all_their_images(images, share):
-    """A tile has four of one pixel: 32 blocks have a tile each, or two."""
-    asked = (images, 1, 1, 256), 256, (3, 3), 2, 0, False
-    chosen, = plans_sm90.plan.by_rule(*asked)
-    assert (chosen.choice, chosen.blocks) == ([64, 1, 0, 4], 32)
-    found = windows_sm90.otherwise(convolution(FPROP, (images, 1, 1), 256, 256, 3))
-    assert found == share * plans_sm90.plan.estimate(*asked)
 
 
 def on_gpu(array):

@@ -22,40 +22,19 @@ MOST_HALOS = 8  # halo tiles in flight
 MOST_SHARES = 3  # tiles of a block with stream-K: with more, whole ones took less time at 10 of 11 shapes
 
 
-class Tile(NamedTuple):
-    """An output tile and its times on an H200. A warpgroup computes 64 channels of it in one iteration.
-
-    pixels: of the tile. iteration: fixed microseconds of an iteration. step: microseconds for each tap and each
-    128-byte chunk of channels. skip: the time of a chunk of a skip path, in units of `step`. It has one tap, and waits
-    for its halo tile.
-    """
-
-    pixels: int
-    iteration: float
-    step: float
-    skip: float
-
-
-TILES = (
-    Tile(256, 1.1, 0.277, 3.7), Tile(224, 0.99, 0.245, 3.2), Tile(216, 0.97, 0.238, 3.1), Tile(208, 0.94, 0.23, 2.95),
-    Tile(192, 0.88, 0.214, 2.7), Tile(160, 0.76, 0.182, 2.2), Tile(136, 0.68, 0.158, 1.83), Tile(128, 0.65, 0.15, 1.7),
-    Tile(112, 0.6, 0.14, 1.6), Tile(96, 0.55, 0.13, 1.55), Tile(64, 0.45, 0.11, 1.4),
-)
-"""Times of tiles that are not in ALWAYS are interpolated. Relative to 256's they were measured within 3 %, forwards by
-those of 136 and 208 pixels, with several images, within 10 % of their estimates."""
-ALWAYS = (256, 128, 64)
-"""Pixels of the tiles that are tried for images of any height: see `plans`."""
+TILES = (256, 224, 216, 208, 192, 160, 136, 128, 112, 96, 64)  # pixels of an output tile
+ALWAYS = (256, 128, 64)  # tried for images of any height: see `plans`
 
 
 class Plan(NamedTuple):
-    """A launch configuration. cluster: blocks of a cluster, which split the depth. rows: of an output tile. blocks:
-    clusters for each 64 output channels. halos: halo tiles in flight. weights: weights in flight, of R taps each.
-    shared: bytes of shared memory. together: 0, or with stream-K (arXiv 2301.03598), where all tiles are cut along the
-    depth into equal shares, one for each of `blocks`: how many blocks read the same weights at the same time. images:
-    of a tile; of several, each has `rows` of it. whole_rows: whether a tile has whole rows of an image, else it is 8
-    pixels wide."""
+    """A launch configuration. pixels: of an output tile. cluster: blocks of a cluster, which split the depth. rows: of
+    an output tile. blocks: clusters for each 64 output channels. halos: halo tiles in flight. weights: weights in
+    flight, of R taps each. shared: bytes of shared memory. together: 0, or with stream-K (arXiv 2301.03598), where all
+    tiles are cut along the depth into equal shares, one for each of `blocks`: how many blocks read the same weights at
+    the same time. images: of a tile; of several, each has `rows` of it. whole_rows: whether a tile has whole rows of an
+    image, else it is 8 pixels wide."""
 
-    tile: Tile
+    pixels: int
     cluster: int
     rows: int
     blocks: int
@@ -68,7 +47,7 @@ class Plan(NamedTuple):
 
     @property
     def choice(self) -> list[int]:
-        numbers = [self.tile.pixels, self.cluster, int(self.together > 0), self.images, int(self.whole_rows)]
+        numbers = [self.pixels, self.cluster, int(self.together > 0), self.images, int(self.whole_rows)]
         most = 5 if self.whole_rows else 4 if self.images > 1 else 3 if self.together else 2
         return numbers[:most]
 
@@ -83,43 +62,44 @@ def plans(shape: tuple[int, ...], outputs: int, kernel: tuple[int, int], itemsiz
     """
     fewest = min(_covered(shape[1], pixels) for pixels in ALWAYS[:2])
     fitted = (
-        fit(tile, shape, outputs, kernel, itemsize, cluster, skip, upsample, stream_k)
-        for tile in TILES if tile.pixels in ALWAYS or _covered(shape[1], tile.pixels) < fewest
+        fit(pixels, shape, outputs, kernel, itemsize, cluster, skip, upsample, stream_k)
+        for pixels in TILES if pixels in ALWAYS or _covered(shape[1], pixels) < fewest
         for cluster, stream_k in (*((cluster, False) for cluster in CLUSTERS), (1, True))
     )
     several = (
-        fit(tile, shape, outputs, kernel, itemsize, 1, skip, upsample, stream_k, images)
-        for tile, images in _of_several(shape, kernel[0], upsample) for stream_k in (False, True)
+        fit(pixels, shape, outputs, kernel, itemsize, 1, skip, upsample, stream_k, images)
+        for pixels, images in _of_several(shape, kernel[0], upsample) for stream_k in (False, True)
     )
     whole = (
-        fit(tile, shape, outputs, kernel, itemsize, 1, skip, upsample, stream_k, whole_rows=True)
-        for tile in _of_whole_rows(shape, kernel[1], upsample) for stream_k in (False, True)
+        fit(pixels, shape, outputs, kernel, itemsize, 1, skip, upsample, stream_k, whole_rows=True)
+        for pixels in _of_whole_rows(shape, kernel[1], upsample) for stream_k in (False, True)
     )
     return [plan for plan in (*fitted, *several, *whole) if plan is not None]
 
 
 @functools.cache
-def _of_several(shape: tuple[int, ...], taps: int, upsample: bool) -> list[tuple[Tile, int]]:
-    """The smallest tile for each number of whole images of this shape, which are up to 8 pixels wide. Between two lie
-    the rows of zeros that pad both, so many as `taps` // 2, half of the rows of taps."""
+def _of_several(shape: tuple[int, ...], taps: int, upsample: bool) -> list[tuple[int, int]]:
+    """Of each number of whole images of this shape, which are up to 8 pixels wide, the pixels of the smallest tile.
+    Between two lie the rows of zeros that pad both, so many as `taps` // 2, half of the rows of taps."""
     if upsample or shape[2] > 8:
         return []
     gap, found = taps // 2, []
     for images, most in IMAGES.items():
-        fitting = [tile for tile in TILES if images * (shape[1] + gap) - gap <= tile.pixels // 8 <= most // 8]
+        fitting = [pixels for pixels in TILES if images * (shape[1] + gap) - gap <= pixels // 8 <= most // 8]
         if fitting and images <= shape[0]:
             found.append((min(fitting), images))
     return found
 
 
 @functools.cache
-def _of_whole_rows(shape: tuple[int, ...], columns: int, upsample: bool) -> list[Tile]:
-    """The smallest tile of whole rows for each number of tiles of an image, for a weight of `columns` columns. There is
-    none where the columns of 8 pixels of other tiles fill the image's width. With 256 pixels registers spill."""
+def _of_whole_rows(shape: tuple[int, ...], columns: int, upsample: bool) -> list[int]:
+    """Of each number of tiles of an image, the pixels of the smallest tile of whole rows, for a weight of `columns`
+    columns. There is none where the columns of 8 pixels of other tiles fill the image's width. With 256 pixels
+    registers spill."""
     if upsample or shape[2] < 8 or shape[2] % 8 == 0:
         return []
-    rows = {tile: tile.pixels // pitch_of(columns, False, shape[2]) for tile in TILES[1:]}
-    return list({blocks(shape[1], most): tile for tile, most in rows.items() if most > 0}.values())
+    rows = {pixels: pixels // pitch_of(columns, False, shape[2]) for pixels in TILES[1:]}
+    return list({blocks(shape[1], most): pixels for pixels, most in rows.items() if most > 0}.values())
 
 
 def _covered(height: int, pixels: int) -> int:
@@ -170,11 +150,11 @@ def at_once(cluster: int) -> int:
     return (count if cluster <= 2 else count * 120 // 132) // cluster
 
 
-def fit(tile: Tile, shape: tuple[int, ...], outputs: int, kernel: tuple[int, int], itemsize: int,
+def fit(pixels: int, shape: tuple[int, ...], outputs: int, kernel: tuple[int, int], itemsize: int,
         cluster: int = 1, skip: int = 0, upsample: bool = False, stream_k: bool = False,
         images: int = 1, whole_rows: bool = False) -> Plan | None:
-    """The plan for this tile and cluster, or None. With `images` above 1 the tile is one of `_of_several`, with
-    `whole_rows` of `_of_whole_rows`.
+    """The plan for tiles of so many pixels and this cluster, or None. With `images` above 1 they are those of one of
+    `_of_several`, with `whole_rows` of `_of_whole_rows`.
 
     It is None if shared memory has no room for two halo tiles and two weights of R taps. With `upsample` it must have
     room for three weights, because halo tiles are loaded row by row: with two, 128 channels at 64 x 64 take 69 µs, with
@@ -183,10 +163,10 @@ def fit(tile: Tile, shape: tuple[int, ...], outputs: int, kernel: tuple[int, int
     plan with `stream_k` if a block has more than MOST_SHARES tiles.
     """
     pitch = pitch_of(kernel[1], upsample, shape[2] if whole_rows else 0)
-    rows, pixels = min(shape[1], tile.pixels // 8), (tile.pixels // 8 + kernel[0] - 1) * pitch
+    rows, of_halo = min(shape[1], pixels // 8), (pixels // 8 + kernel[0] - 1) * pitch  # pixels
     if whole_rows:
-        rows = blocks(shape[1], blocks(shape[1], tile.pixels // pitch))
-        pixels = (rows + kernel[0] - 1) * pitch + kernel[1] // 2
+        rows = blocks(shape[1], blocks(shape[1], pixels // pitch))
+        of_halo = (rows + kernel[0] - 1) * pitch + kernel[1] // 2
     count = count_of(shape, rows, images, whole_rows)
     iterations = blocks(count, max(1, at_once(cluster) // blocks(outputs, CHANNELS)))
     own, skips = steps_of(shape[3], kernel, itemsize, skip)
@@ -198,7 +178,8 @@ def fit(tile: Tile, shape: tuple[int, ...], outputs: int, kernel: tuple[int, int
         together = max(d for d in range(1, multiprocessors() + 1) if multiprocessors() % d == count % d == 0)
         each = min(multiprocessors(), everything * min(own + skips, MOST_PARTS))
         iterations, finished = 2, 1 if everything <= each else 2  # it finishes the tiles that it begins
-    if cluster > 1 and (iterations > 1 or cluster > own + skips or tile is not TILES[-1]):
+    crowded = count * blocks(outputs, CHANNELS) > at_once(cluster)
+    if cluster > 1 and (crowded or cluster > own + skips or pixels != TILES[-1]):
         return None
     splits = splits_of(own + skips, cluster)
 
@@ -207,11 +188,11 @@ def fit(tile: Tile, shape: tuple[int, ...], outputs: int, kernel: tuple[int, int
 
     chunks = max(chunk(last - 1) - chunk(first) + 1 for first, last in splits)
     steps = max(last - first for first, last in splits)
-    halo = blocks(pixels * ROW_BYTES, 1024) * 1024
+    halo = blocks(of_halo * ROW_BYTES, 1024) * 1024
     weight = kernel[0] * CHANNELS * ROW_BYTES
-    results = finished * blocks(tile.pixels // 8 // cluster, 2) * 2 * 8 * CHANNELS * itemsize
+    results = finished * blocks(pixels // 8 // cluster, 2) * 2 * 8 * CHANNELS * itemsize
     if cluster > 1:
-        results += tile.pixels * CHANNELS * 4
+        results += pixels * CHANNELS * 4
     others = BARRIER_BYTES + images * MAP_BYTES + results
     room = SHARED_BYTES - 1024 - others
     # A 1x1 convolution and a skip path read a halo tile for one step only: they need more of them in flight.
@@ -223,32 +204,53 @@ def fit(tile: Tile, shape: tuple[int, ...], outputs: int, kernel: tuple[int, int
         return None
     halos = min(MOST_HALOS, chunks * iterations, (room - weights * weight) // halo)
     shared = halos * halo + weights * weight + others
-    return Plan(tile, cluster, rows, each, halos, weights, shared, together, images, whole_rows)
+    return Plan(pixels, cluster, rows, each, halos, weights, shared, together, images, whole_rows)
 
 
 def time(chosen: Plan, shape: tuple[int, ...], outputs: int, kernel: tuple[int, int], itemsize: int, skip: int,
          upsample: bool) -> float:
-    """Estimated microseconds, as measured on an H200."""
-    tiles = count_of(shape, chosen.rows, chosen.images, chosen.whole_rows)
-    own, skips = steps_of(shape[3], kernel, itemsize, skip)
-    spared = kernel[1] * spared_k_steps(shape[3], itemsize) / 4  # of x's steps
-    taps = max(
-        kernel[0] * (min(last, own) - min(first, own)) * (1 - spared / own)
-        + chosen.tile.skip * (max(last, own) - max(first, own))
-        for first, last in splits_of(own + skips, chosen.cluster)
-    )
-    weights = outputs * (math.prod(kernel) * shape[3] + skip) * itemsize / 1e6  # with few images to be read from memory
-    chunks = blocks(own, kernel[1] * chosen.cluster)
-    loads = 0.105 * chunks * (chosen.rows + kernel[0] - 1) if upsample else 0.0  # of halo tiles, row by row
+    """Estimated microseconds, fitted to 21,364 plans of 3,147 problems on an H200: see docs/kernel-notes.md. What fused
+    ops add is left out: it is nearly the same for all plans of a problem."""
+    pixels, images, own = chosen.pixels, math.prod(shape[:3]), steps_of(shape[3], kernel, itemsize, skip)[0]
+    tiles, columns = count_of(shape, chosen.rows, chosen.images, chosen.whole_rows), blocks(outputs, CHANNELS)
+    iterations = tiles * columns / chosen.blocks if chosen.together else blocks(tiles, chosen.blocks)
+    products = _products(chosen, iterations, shape[3], kernel, itemsize, skip)
+    if upsample:  # halo tiles are loaded row by row
+        loads = 0.086 * (chosen.rows + kernel[0] - 1)
+        products = max(products, blocks(own, kernel[1] * chosen.cluster) * loads)
+    epilogue = 1.33 * pixels / 256 / chosen.cluster * (1.4 if itemsize == 4 else 1)
+    weights = outputs * (math.prod(kernel) * shape[3] + skip) * itemsize
+    memory = (weights + images * (shape[3] / (4 if upsample else 1) + outputs + skip) * itemsize) / 9e6
     if chosen.together:
-        shares = tiles * blocks(outputs, CHANNELS) / chosen.blocks
-        products = max(1.07 * shares * max(taps * chosen.tile.step, loads), weights / 3.4)
-        exchange = (0.13 + 0.004 * chosen.tile.pixels) / shares  # by a tile's blocks in turn
-        return 4.9 + (shares + 1) * chosen.tile.iteration + products + exchange
-    iterations = blocks(tiles, chosen.blocks)
-    walk = max(chosen.tile.iteration + taps * chosen.tile.step, loads)
-    products = max(iterations * walk, iterations * chosen.tile.iteration + weights / 2.8)
-    return 3.4 + products + (0.7 if chosen.cluster > 1 else 0.0)
+        exchange = (0.25 + 0.0039 * pixels) / iterations  # by a tile's blocks in turn
+        walk = 0.41 * (iterations + 1) + max(iterations * products, weights / 5e6)
+        return 4.62 + walk + exchange + epilogue + memory
+    walk = 0.41 + products
+    if iterations > 1:
+        walk = max(walk, (walk + epilogue) / 2)  # of two warpgroups that alternate
+    return 2.2 + iterations * walk + epilogue + memory + (0.65 if chosen.cluster > 1 else 0.0)
 
 
-plan = Planner("conv2d_sm90", plans, time, version=3)
+def _products(chosen: Plan, iterations: float, channels: int, kernel: tuple[int, int], itemsize: int,
+              skip: int) -> float:
+    """Estimated microseconds of a tile's products, with the waits for halo tiles."""
+    step = max(0.1065 + 0.00027 * chosen.pixels, 0.01 + 0.00106 * chosen.pixels)  # of a tap and a chunk
+    step *= 0.97 if chosen.whole_rows else 1.06 if chosen.images > 1 else 1.0
+    own, skips = steps_of(channels, kernel, itemsize, skip)
+    unspared = 1 - kernel[1] * spared_k_steps(channels, itemsize) / (4 * own)
+    halos, latency, chunk = chosen.halos, 0.0036 * chosen.pixels, math.prod(kernel) * step
+
+    def share(first: int, last: int) -> float:
+        x, path = min(last, own) - min(first, own), max(last, own) - max(first, own)  # steps
+        products, chunks = (kernel[0] * x * unspared + path) * step, blocks(x, kernel[1])
+        if chunks * iterations + path <= halos:
+            return products  # all halo tiles are loaded at once
+        products += chunks * max(0.0, (latency + chunk) / halos - chunk)
+        if path > 0:  # its chunks have one tap each; behind them are the first of the next tile
+            products += latency * max(0, path + 2 - halos) / halos
+        return products
+
+    return max(share(first, last) for first, last in splits_of(own + skips, chosen.cluster))
+
+
+plan = Planner("conv2d_sm90", plans, time, version=4)

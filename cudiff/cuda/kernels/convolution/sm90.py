@@ -18,6 +18,7 @@ from cudiff.cuda.kernels.convolution.plans_sm90 import (
     tiles_of,
 )
 from cudiff.cuda.kernels.convolution.problem import AFTERWARDS, DGRAD, EPILOGUE, WGRAD, Fusion, Image, Operands, Problem
+from cudiff.cuda.kernels.gemm.plans_sm90 import plan as product_plan
 from cudiff.cuda.kernels.shape import turned
 from cudiff.cuda.launch import Launch, blocks, empty
 from cudiff.cuda.select import Offer
@@ -127,12 +128,14 @@ def _takes_skip(p: Problem) -> bool:
 
 
 def _skip_gains(p: Problem, skip: int) -> bool:
-    """Whether one launch is estimated to take no longer than two."""
-    shape, path = (*p.out.shape[:3], p.x.shape[3]), (*full_tiles(p.out.shape[:3], apart=False), skip)
-    outputs, itemsize, upsample = p.out.shape[3], p.x.dtype.itemsize, Fusion.UPSAMPLE in p.wanted
-    apart = plan.estimate(shape, outputs, p.kernel, itemsize, 0, upsample)
-    apart += plan.estimate(path, outputs, (1, 1), itemsize, 0, False)
-    return plan.estimate(shape, outputs, p.kernel, itemsize, skip, upsample) <= apart
+    """Whether one launch is estimated to take no longer than two, the second of which reads the first one's result."""
+    images, outputs, itemsize = p.out.shape[:3], p.out.shape[3], p.x.dtype.itemsize
+    rows, upsample = math.prod(images), Fusion.UPSAMPLE in p.wanted
+    one, two = (plan.estimate((*images, p.x.shape[3]), outputs, p.kernel, itemsize, path, upsample)
+                for path in (skip, 0))
+    path = min(plan.estimate((*full_tiles(images, apart=False), skip), outputs, (1, 1), itemsize, 0, False),
+               product_plan.estimate(rows, outputs, skip, True))
+    return one <= two + path + rows * outputs * itemsize / 9e6
 
 
 def full_tiles(images: tuple[int, ...], apart: bool) -> tuple[int, int, int]:
@@ -182,13 +185,13 @@ class Configured:
     """The same with a plan: calls launch the kernel."""
 
     def __init__(self, ready: Prepared, chosen: Plan):
-        tile, cluster, rows, each, halos, weights, shared, together, images, whole_rows = chosen
+        pixels, cluster, rows, each, halos, weights, shared, together, images, whole_rows = chosen
         p, kernel, upsample, (n, height, columns) = ready.p, ready.p.kernel, ready.upsample, ready.images
         dtype, chunk, first = p.x.dtype, ROW_BYTES // p.x.dtype.itemsize, p.norm if ready.norm else (p.out,)
         self.ready, self.plan = ready, chosen
         pitch = pitch_of(kernel[1], upsample, columns if whole_rows else 0)
         width = pitch if whole_rows else 8
-        self.result_box = 1, min(rows, tile.pixels // 8 // cluster), width, chunk
+        self.result_box = 1, min(rows, pixels // 8 // cluster), width, chunk
         halo_box = (1, 1, pitch // 2, 2, chunk) if upsample else (1, rows + kernel[0] - 1, pitch, chunk)
 
         def form(image: Image | None, box: tuple[int, ...], images: tuple[int, ...] = ready.images,
@@ -202,7 +205,7 @@ class Configured:
         kind = moments(dtype) if ready.moments else Kind.PRODUCTS if ready.norm else None
         tiles = tiles_of((*ready.images, 0), rows, whole_rows) * cluster
         self.statistics = None if kind is None else (kind, (n, tiles, ready.outputs, kind.numbers))
-        self.parts = (each, tile.pixels // 8, 128, 4) if together else None
+        self.parts = (each, pixels // 8, 128, 4) if together else None
         fprop, spared = p.direction != DGRAD or ready.turns, spared_k_steps(ready.channels, dtype.itemsize)
         self.last = ready.outputs % CHANNELS or CHANNELS if fprop else CHANNELS - 16 * spared  # rows of last weights
         self.numbers = (
@@ -212,7 +215,7 @@ class Configured:
         self.launch = Launch(
             "conv2d_sm90", "conv2d_sm90", (each, 1 if together else blocks(ready.outputs, CHANNELS), cluster), (384,),
             shared, together > 0, T=dtype, R=kernel[0],
-            PASS="FPROP" if fprop else "DGRAD", PIXELS=tile.pixels,
+            PASS="FPROP" if fprop else "DGRAD", PIXELS=pixels,
             ADDS=int(ready.adds), STATISTICS=int(ready.moments), NORM=(1 if p.silu else 2) if ready.norm else 0,
             RELU=int(Fusion.RELU in ready.fused), SKIP=int(ready.skip), CLUSTER=cluster, UPSAMPLE=int(upsample),
             SPARED=spared, STREAM_K=int(together > 0), IMAGES=images, WHOLE_ROWS=int(whole_rows),

@@ -23,14 +23,14 @@ from cudiff.backend import is_low
 from cudiff.cuda.kernels.convolution import plans_sm90, portable, sm90, wgrad_sm90
 from cudiff.cuda.kernels.convolution.problem import DGRAD, EPILOGUE, WGRAD, Fusion, Operands, Problem
 from cudiff.cuda.kernels.gemm.matmul import rows_of
+from cudiff.cuda.kernels.gemm.plans_sm90 import DEPTH, Plan, plan
 from cudiff.cuda.kernels.gemm.product import Epilogue
-from cudiff.cuda.kernels.gemm.sm90 import DEPTH, ONE_TAP_FLOPS, Plan, multiply, plan, whole_channels
+from cudiff.cuda.kernels.gemm.sm90 import ONE_TAP_FLOPS, multiply, whole_channels
 from cudiff.cuda.launch import blocks
 from cudiff.cuda.select import Offer
 from cudiff.cuda.tensor_map import Windows
 
 NORM_SHARE = 1.1  # factor on conv2d_sm90's estimate if it fuses the norm's backward
-SMALL_SHARE = 1.12  # factor if a block does several of its smallest tiles: 46.7 µs for 40.4 estimated, 41.4 for 36.9
 WGRAD_SHARE = 0.55  # factor on conv2d's estimate of wgrad: 10 problems with a stride took 0.48 to 0.58 of it with sums
 # Bytes of windows read in a microsecond, and more for each tap; they are read for each tap and each column of tiles.
 # 5x5 and 7x7 of 64 channels, which the cache serves better, reached 5.2e6 and 6.2e6.
@@ -161,13 +161,7 @@ def otherwise(p: Problem) -> float:
     skip = 0 if p.skip_weight is None else p.skip_weight.shape[3]
     fused = skip if Fusion.SKIP in found.fused else 0
     channels, itemsize = depth // math.prod(p.kernel), p.x.dtype.itemsize
-    asked = (*images, channels), columns, p.kernel, itemsize, fused, False
-    tiles, = plans_sm90.plan.by_rule(*asked)
-    total = plans_sm90.plan.estimate(*asked)
-    if tiles.tile is plans_sm90.TILES[-1] and tiles.blocks < plans_sm90.count_of(
-        images, tiles.rows, tiles.images, tiles.whole_rows
-    ):
-        total *= SMALL_SHARE
+    total = plans_sm90.plan.estimate((*images, channels), columns, p.kernel, itemsize, fused, False)
     if one_tap:
         total = max(total, 2 * rows * columns * depth / ONE_TAP_FLOPS)
     if Fusion.NORM_BACKWARD in found.fused:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterator
-from typing import NamedTuple
 
 import numpy as np
 
@@ -23,6 +21,7 @@ from cudiff.cuda.kernels.convolution.problem import (
     Problem,
 )
 from cudiff.cuda.kernels.gemm.matmul import rows_of
+from cudiff.cuda.kernels.gemm.plans_sm90 import DEPTH, ROWS, Plan, plan, tiles_of
 from cudiff.cuda.kernels.gemm.problem import Product
 from cudiff.cuda.kernels.gemm.product import ACTIVATIONS, Epilogue
 from cudiff.cuda.kernels.shape import at_16_bytes
@@ -30,17 +29,13 @@ from cudiff.cuda.launch import Launch, blocks, empty
 from cudiff.cuda.select import Offer
 from cudiff.cuda.sums import add_parts, empty_statistics
 from cudiff.cuda.tensor_map import Windows, tensor_map, windows_map
-from cudiff.cuda.tiles import Planner
 from cudiff.statistics import ChannelStatistics, Kind
 
-ROWS, DEPTH = 128, 64  # of a tile, and of a step
 ROW_BYTES, PANEL_BYTES = 128, 64 * 128
 SHARED_BYTES = 227 << 10  # of a block
 BARRIER_BYTES = 256
 STAGES = 8  # at most
 SUMMED = 64  # rows of the result for each sum that is left
-NARROW = 64  # columns of the tile for results of no more
-STEPS = {256: 0.65, 192: 0.495, 128: 0.36, NARROW: 0.28}  # microseconds of a step, by a tile's columns
 BANDWIDTH = 3e6  # bytes in a microsecond
 _PIXELS = Windows()  # each pixel is one
 ONE_TAP_FLOPS = 330e6  # of conv2d_sm90 with one tap, in a microsecond, as counted: its warpgroups share no operand
@@ -162,84 +157,6 @@ def run(given: Operands, offer: Offer, p: Problem) -> ChannelStatistics | None:
     return statistics
 
 
-class Plan(NamedTuple):
-    """columns: of a tile. cluster: blocks that share its depth. transposed: whether the transposed product is computed,
-    b·aᵀ, so that a tile's rows are b's. splits: parts of the depth (split K) of all but the first `whole` rows of
-    tiles; each part of a tile is a block's work, and a sum of the parts follows."""
-
-    columns: int
-    cluster: int
-    transposed: int
-    splits: int = 1
-    whole: int = 0
-
-    @property
-    def choice(self) -> list[int]:
-        return [*self]
-
-
-def plans(rows: int, columns: int, depth: int, low_out: bool, batches: int = 1,
-          images: int = 0) -> Iterator[Plan]:
-    """All plans, for results of 16 bits if `low_out`, else of float32. images: elements of the images of which a
-    convolution's weight gradient multiplies windows, with `whole_channels` as its columns; 0 for other products.
-
-    Split K: as many rows of tiles as fill whole waves of blocks stay whole. The other tiles, which would leave
-    multiprocessors idle, are split into parts of 8 steps or more, so many that their blocks fill one to four waves.
-    """
-    for width, cluster, transposed in itertools.product(STEPS, (1, 2, 4), (0, 1)):
-        plan = Plan(width, cluster, transposed)
-        if low_out and (transposed or width // cluster % 64):
-            continue
-        across = rows if transposed else columns
-        if width == NARROW < across or (images and not transposed):
-            continue
-        # A cluster computes one tile, with at least a step for each block, and all clusters run at once.
-        tiles, at_once = batches * _tiles(plan, rows, columns), plans_sm90.at_once(cluster)
-        if cluster == 1 or (cluster <= blocks(depth, DEPTH) and tiles <= at_once):
-            yield plan
-        if cluster == batches == 1 and not low_out:
-            across = blocks(across, width)
-            whole = tiles // at_once * at_once // across
-            rest = tiles - whole * across
-            most = depth // DEPTH // 8 if rest else 1
-            if images and whole:
-                continue
-            for splits in sorted({min(waves * at_once // max(1, rest), most) for waves in (1, 2, 3, 4)} - {0, 1}):
-                yield plan._replace(splits=splits, whole=whole)
-
-
-def time(chosen: Plan, rows: int, columns: int, depth: int, low_out: bool, batches: int = 1,
-         images: int = 0) -> float:
-    """Estimated microseconds, as measured on an H200: of steps, of the epilogue, and of the sums that blocks send or
-    leave. A hot GPU takes up to a tenth more, and up to 14 % more with splits."""
-    width, cluster, transposed, splits, whole = chosen
-    steps, tiles = blocks(depth, DEPTH), batches * _tiles(chosen, rows, columns)
-    sent = ROWS * width * 4 * (cluster - 1) / cluster
-    finish = (1.6 if low_out else 2.5 if transposed and cluster == 1 else 2.7) * max(width, 128) / 256 + sent / 14e3
-
-    def waves(tiles: int, steps: int) -> float:
-        return math.ceil(tiles / plans_sm90.at_once(cluster)) * (steps * STEPS[width] + finish)
-
-    if splits == 1:
-        return 3 + waves(tiles, blocks(steps, cluster))
-    first = whole * blocks(rows if transposed else columns, width)
-    parts = (tiles - first) * splits
-    products = waves(first, steps) + waves(parts, blocks(steps, splits))
-    loads = 2 * (depth * rows + (images or depth * columns)) / 3.6e6
-    # Products and loads overlap: the longer counts, and up to 1.19 times that where they are alike. 5: up to three
-    # launches. 3.6e6, 2.2e6: bytes in a microsecond, of operands that are read, and of parts, written and read.
-    return 5 + (products**4 + loads**4) ** 0.25 + parts * ROWS * width * 4 / 2.2e6
-
-
-plan = Planner("gemm_sm90", plans, time, version=3)  # 1: no splits, 2: no tiles of 64 columns
-
-
-def _tiles(chosen: Plan, rows: int, columns: int) -> int:
-    if chosen.transposed:
-        rows, columns = columns, rows
-    return blocks(rows, ROWS) * blocks(columns, chosen.columns)
-
-
 def multiply(a: Array, b: Array, out: Array, epilogue: Epilogue, a_mn: bool, b_mn: bool, add: bool, plan: Plan,
              a2: Array | None = None, out2: Array | None = None, windows: Windows | None = None,
              sums: Array | None = None, parts: int = 1) -> None:
@@ -270,7 +187,7 @@ def multiply(a: Array, b: Array, out: Array, epilogue: Epilogue, a_mn: bool, b_m
         batches, rows = 1, rows * math.prod(lengths)
     depth = split if a2 is None else split + a2.shape[-1]
     width, cluster, transposed, *_ = plan
-    tiles = _tiles(plan, rows, across) * batches * parts
+    tiles = tiles_of(plan, rows, across) * batches * parts
     if transposed:
         a, b, a_mn, b_mn, rows, columns = b, a, b_mn, a_mn, columns, rows
     low_out, (bias, emb, addend, rows_per_image, gate, activation, factor, aux) = out.dtype != float32, epilogue
