@@ -159,7 +159,7 @@ class _Prepared:
         self._addresses = (ctypes.c_void_p * len(kinds))(*starts)
         self._nones = [i for i, kind in enumerate(kinds) if kind is type(None)]
         self._tables = [(i, kind) for i, kind in enumerate(kinds) if isinstance(kind, int)]
-        self._arrays = [(i, type(args[i]), kind) for i, kind in enumerate(kinds) if isinstance(kind, np.dtype)]
+        self._arrays = [(i, kind) for i, kind in enumerate(kinds) if isinstance(kind, np.dtype)]
 
     def launch(self, args: Sequence[Any]) -> bool:
         """Whether the arguments are of these kinds, but for numbers, which are converted. If so they are launched."""
@@ -174,13 +174,15 @@ class _Prepared:
                 values[i] = table = table.tobytes()
             if type(table) is not bytes or len(table) != size:
                 return False
-        for i, kind, dtype in self._arrays:
-            array = args[i]
-            if type(array) is not kind or array.dtype != dtype:
-                return False
-            values[i] = array.data.ptr
         try:
+            for i, dtype in self._arrays:
+                array = args[i]
+                if array.dtype != dtype:
+                    return False
+                values[i] = array.data.ptr
             self._packed.pack_into(self._buffer, 0, *values)
+        except AttributeError:  # of what is no array of CuPy's
+            return False
         except OverflowError:
             self._packed.pack_into(self._buffer, 0, *as_float32(values))
         except struct.error:
