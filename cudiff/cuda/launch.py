@@ -36,9 +36,10 @@ _ATTRIBUTE = struct.Struct("I4xI60x")
 _ATTRIBUTES = ctypes.create_string_buffer(_ATTRIBUTE.pack(2, 1) + _ATTRIBUTE.pack(6, 1))
 _PARAMETER_BYTES = 1 << 15  # no kernel takes more
 
-# The `struct` format of each type; None is a null pointer. Every argument is padded to a multiple of 8 bytes.
+# The `struct` format of each type, an address's "P"; None is a null pointer. Every argument is padded to a multiple of 8
+# bytes.
 _PACKED: dict[type, str] = {
-    type(None): "Q", bool: "i4x", int: "i4x", float: "f4x", np.int32: "i4x", np.uint32: "I4x", np.int64: "q",
+    type(None): "P", bool: "i4x", int: "i4x", float: "f4x", np.int32: "i4x", np.uint32: "I4x", np.int64: "q",
     np.uint64: "Q", np.float32: "f4x", np.float64: "d",
 }
 
@@ -91,7 +92,7 @@ def as_float32(values: Sequence[Any]) -> list[Any]:
 
 def formats(kinds: Sequence[Kind]) -> list[str]:
     """The `struct` format of an argument of each of these kinds."""
-    return [f"{kind}s{-kind % 8}x" if type(kind) is int else _PACKED.get(kind, "Q") for kind in kinds]
+    return [f"{kind}s{-kind % 8}x" if type(kind) is int else _PACKED.get(kind, "P") for kind in kinds]
 
 
 def padded_shared(blocks: int, threads: int, limits: Device) -> int:
@@ -153,9 +154,9 @@ class _Prepared:
         kinds, _ = pack(args)
         kernel.signature.check(kinds)
         self._kernel, self._config, self._buffer, words = kernel, config, _thread.own.buffer, formats(kinds)
-        sizes = [struct.calcsize(f"={word}") for word in words]
+        sizes = [struct.calcsize(word) for word in words]
         *starts, _ = itertools.accumulate(sizes, initial=addressof(self._buffer))
-        self._packed = struct.Struct("=" + "".join(words))
+        self._packed = struct.Struct("".join(words))
         self._addresses = (ctypes.c_void_p * len(kinds))(*starts)
         self._nones = [i for i, kind in enumerate(kinds) if kind is type(None)]
         self._tables = [(i, kind) for i, kind in enumerate(kinds) if isinstance(kind, int)]
