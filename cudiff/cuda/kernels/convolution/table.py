@@ -159,9 +159,8 @@ def _skipped(given: Operands) -> Array:
     """The result (N, Ho, Wo, K) of the skip path, by a launch of its own."""
     skip = given.skip
     assert skip is not None
-    matrix = skip.weight.reshape(len(skip.weight), -1)
-    out = empty((1, skip.x.size // skip.x.shape[-1], len(matrix)), skip.x.dtype)
-    linear(FPROP, Operands(skip.x, matrix, out, Epilogue(skip.bias), skip.x2))
+    out = empty((1, skip.x.size // skip.x.shape[-1], len(skip.weight)), skip.x.dtype)
+    linear(FPROP, Operands(skip.x, skip.weight, out, Epilogue(skip.bias), skip.x2))
     return out.reshape(given.out.shape)
 
 

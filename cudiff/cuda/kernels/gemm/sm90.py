@@ -141,7 +141,7 @@ def run_product(a: Array, b: Array, out: Array, offer: Offer, p: Product) -> Non
 
 def run(given: Operands, offer: Offer, p: Problem) -> ChannelStatistics | None:
     """Returns the SUMS of dgrad's result if they are wanted, else None."""
-    x, weight, out = rows_of(given.x), given.weight[None], rows_of(given.out)
+    x, weight, out = rows_of(given.x), given.weight.reshape(len(given.weight), -1)[None], rows_of(given.out)
     if p.direction == WGRAD:
         a, b, result, a_mn, b_mn = out, x, weight, True, True
     else:
