@@ -15,7 +15,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cudiff.backend import Array
+from cudiff.backend import Array, float32
 from cudiff.cuda import select
 
 
@@ -77,8 +77,9 @@ class Queue:
         return bool(self._reads) and array is not None and self._overlap(self._reads, _range_of(array))
 
     def before_read(self, array: Array | None) -> None:
-        """Flush if a pending launch writes to the memory of `array`."""
-        if self._writes and array is not None and self._overlap(self._writes, _range_of(array)):
+        """Flush if a pending launch writes to the memory of `array`: to float32, as all of them do."""
+        writes = self._writes
+        if writes and array is not None and array.dtype == float32 and self._overlap(writes, _range_of(array)):
             self.flush()
 
     def before_write(self, array: Array | None) -> None:
@@ -185,8 +186,8 @@ def immediate() -> Iterator[None]:
 
 def enqueue(launch_type: LaunchType, arguments: Any, out: Array, reads: Sequence[Array] = (), held: int = 0,
             group: Hashable = None) -> None:
-    """Defer a launch that writes or adds to `out`, to be batched with others of its type and group. Where launches are
-    not deferred, run it now.
+    """Defer a launch that writes or adds to `out`, float32, to be batched with others of its type and group. Where
+    launches are not deferred, run it now.
 
     held: bytes that it keeps from being freed while it is pending. reads: arrays that it reads and other code may
     overwrite, after `Queue.before_write`. What else it reads must not change.
