@@ -170,9 +170,11 @@ class _Prepared:
             values[i] = 0
         for i, size in self._tables:
             table = args[i]
-            if type(table) is np.ndarray:
+            if type(table) is not bytes:
+                if type(table) is not np.ndarray:
+                    return False
                 values[i] = table = table.tobytes()
-            if type(table) is not bytes or len(table) != size:
+            if len(table) != size:
                 return False
         try:
             for i, dtype in self._arrays:

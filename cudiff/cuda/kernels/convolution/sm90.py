@@ -205,7 +205,7 @@ class Configured:
         kind = moments(dtype) if ready.moments else Kind.PRODUCTS if ready.norm else None
         tiles = tiles_of((*ready.images, 0), rows, whole_rows) * cluster
         self.statistics = None if kind is None else (kind, (n, tiles, ready.outputs, kind.numbers))
-        self.parts = (each, tile.pixels // 8, 128, 4) if together else None
+        self.parts, self.together = (each, tile.pixels // 8, 128, 4) if together else None, max(1, together)
         fprop, spared = p.direction != DGRAD or ready.turns, spared_k_steps(ready.channels, dtype.itemsize)
         last = ready.outputs % CHANNELS or CHANNELS if fprop else CHANNELS - 16 * spared  # rows of last weights
         self.weight = _weight_maps(p.weight.shape[::-1] if ready.turns else p.weight.shape, dtype, last)
@@ -252,7 +252,7 @@ class Configured:
         self.launch(
             x_map, x2_map, *weight_maps, out_map, out2_map, first_map, second_map, *skip_maps, bias, skip_bias, emb,
             None if statistics is None else statistics.sums, *affine, *self.numbers, groups, parts, workspace,
-            max(1, self.plan.together),
+            self.together,
         )
         return statistics
 
