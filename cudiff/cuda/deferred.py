@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import threading
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -52,7 +52,7 @@ class Queue:
         self._writes: list[_Range] = []  # of all pending launches, sorted
         self._reads: list[_Range] = []
         self._longest = 0  # bytes of the longest range so far
-        self._held: Counter[LaunchType] = Counter()
+        self._held: defaultdict[LaunchType, int] = defaultdict(int)
 
     def enqueue(self, group: _Group, pending: _Pending) -> None:
         launch_type, (_, writes, reads, held) = group[0], pending
@@ -110,12 +110,13 @@ class Queue:
 
     def _launch(self, groups: Iterable[_Group]) -> None:
         for group in sorted(groups, key=lambda group: group[0].rank):
-            batch = self._groups.pop(group, [])  # empty where an earlier launch has flushed the queue
+            batch, freed = self._groups.pop(group, []), 0  # empty where an earlier launch has flushed the queue
             for _, writes, reads, held in batch:
                 del self._writes[bisect.bisect_left(self._writes, writes)]
                 for range in reads:
                     del self._reads[bisect.bisect_left(self._reads, range)]
-                self._held[group[0]] -= held
+                freed += held
+            self._held[group[0]] -= freed
             if batch:
                 _run(group[0], [pending[0] for pending in batch])
 

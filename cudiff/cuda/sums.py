@@ -17,7 +17,7 @@ MAX_BATCH = 64  # sums in one launch
 TERMS = 8  # rows that a thread adds at a time, the same number as in kernels/portable/accumulate.cu
 LANES = 128  # threads for a column, at most: with 128, the two threads of a row read 32 adjacent bytes
 PENDING_BYTES = 24 << 20  # of rows that pending sums read, at most: an H200 caches 50 MB
-_ROW_SUM = struct.Struct("=QQ10i")
+_ROW_SUM = struct.Struct("PP10i")
 """source, out, rows, count, width, step, columns, pitch, add, lanes, pack, first block: RowSum of accumulate.cu."""
 _NO_SUM = _ROW_SUM.pack(*[0] * 11, 2**31 - 1)
 
