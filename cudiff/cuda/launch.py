@@ -223,14 +223,14 @@ def kernel(stem: str, name: str, **constants: Any) -> Callable[..., Any]:
 
 class Launch:
     """Launches of `name` of `<stem>.cu` that differ only in their arguments, with all else as in `launch`: made once
-    for a problem, then called with the arguments."""
+    for a problem, then run with the arguments."""
 
     def __init__(self, stem: str, name: str, grid: tuple[int, ...], block: tuple[int, ...], shared: int = 0,
                  cooperative: bool = False, **constants: Any):
         self._stem, self._name, self._constants = stem, name, constants
         self._sizes, self._options = (grid, block), (shared, cooperative)
 
-    def __call__(self, *args: Any) -> None:
+    def run(self, args: tuple) -> None:
         own, cuda = _thread.own, get_cupy().cuda
         own.count += 1
         # By what finds kernels, too: a profile puts its own in place.

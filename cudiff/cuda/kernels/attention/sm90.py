@@ -98,7 +98,8 @@ def forward(given: Forward, plan: Warpgroups, p: Problem) -> None:
     maps = tile_map(given.q), tile_map(given.k), tile_map(given.v), tile_map(given.out)
 
     def launch_as(plan: Warpgroups) -> None:
-        _forward(plan, p)(*maps, given.lse, p.queries, p.keys, p.dim, 1 / math.sqrt(p.dim), *arguments(given.mask))
+        sizes = p.queries, p.keys, p.dim, 1 / math.sqrt(p.dim)
+        _forward(plan, p).run((*maps, given.lse, *sizes, *arguments(given.mask)))
 
     if p.masked:
         launch_as(plan)

@@ -249,11 +249,11 @@ class Configured:
             statistics = ChannelStatistics(kind, empty(shape, float32))
         if self.parts is not None:
             parts, workspace = empty(self.parts, float32), exchange_workspace()
-        self.launch(
+        self.launch.run((
             x_map, x2_map, *weight_maps, out_map, out2_map, first_map, second_map, *skip_maps, bias, skip_bias, emb,
             None if statistics is None else statistics.sums, *affine, *self.numbers, groups, parts, workspace,
             self.together,
-        )
+        ))
         return statistics
 
 

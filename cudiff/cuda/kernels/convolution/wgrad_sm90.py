@@ -188,7 +188,7 @@ class Configured:
                 split,
             )
             outs.append(out)
-        self.launch(table + self.rest, *self.numbers)
+        self.launch.run((table + self.rest, *self.numbers))
         if self.sums > 1:
             for one, out in zip(batch, outs, strict=True):
                 add_parts(out, one.weight, one.add)

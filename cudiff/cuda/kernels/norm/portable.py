@@ -63,10 +63,10 @@ class ForwardPasses:
         found: tuple = (mean, rstd)
         adds = _adds_itself(max(sums[2], sums[5]), self.of_group)
         if not adds:
-            self.finish(*sums, p.channels1, p.channels2, *found, p.groups, self.few, self.share, eps)
+            self.finish.run((*sums, p.channels1, p.channels2, *found, p.groups, self.few, self.share, eps))
             sums, statistics, found = (None, False, 0) * 2, found, statistics
-        self.normalize[adds](y, x, x2, weight, bias, scale, shift, *statistics, *self.sizes, silu, *sums, *found,
-                             self.share, eps)
+        self.normalize[adds].run((y, x, x2, weight, bias, scale, shift, *statistics, *self.sizes, silu, *sums, *found,
+                                  self.share, eps))
 
 
 def offer_forward(p: Problem) -> Offer | None:
@@ -115,7 +115,7 @@ class BackwardPasses:
         activation = _SILU_DONE if given.silu and statistics is not None else int(given.silu)
         if statistics is None:
             statistics = empty_statistics(PRODUCTS, p.images, self.tiles, p.channels)
-            self.sum(statistics.sums, given.dy, given.x, given.x2, *affine, *sizes, given.silu)
+            self.sum.run((statistics.sums, given.dy, given.x, given.x2, *affine, *sizes, given.silu))
         means, sums, count = None, statistics.sums, statistics.tiles
         applies = given.needs[0] or given.needs[1] or given.y is not None
         adds = applies and _adds_itself(count, of_group)
@@ -127,8 +127,8 @@ class BackwardPasses:
                    8 * (256 + few * of_group), **p.constants)
             sums = None
         if applies:
-            self.input_gradients[adds](*given.dx, *given.dx2, given.y, *own_sums, means, sums, count, *modulation,
-                                       given.dy, given.x, given.x2, *affine, *sizes, activation)
+            self.input_gradients[adds].run((*given.dx, *given.dx2, given.y, *own_sums, means, sums, count, *modulation,
+                                            given.dy, given.x, given.x2, *affine, *sizes, activation))
         affine_gradients(totals, given.dweight, given.dbias)
 
 

@@ -212,8 +212,8 @@ class ClusterLaunch:
     def __call__(self, given: Forward) -> None:
         y, mean, rstd, x, x2, weight, bias, scale, shift, _, eps, silu = given
         maps = self.x.at(x.data.ptr), self.x2.at((x if x2 is None else x2).data.ptr)
-        self.launch(*maps, y, mean, rstd, weight, bias, scale, shift, *self.sizes, silu, self.plan.kept, self.share,
-                    eps)
+        self.launch.run((*maps, y, mean, rstd, weight, bias, scale, shift, *self.sizes, silu, self.plan.kept,
+                         self.share, eps))
 
     def run(self, given: Forward) -> None:
         FORWARD.run(self.problem, lambda plan: (self if plan is self.plan else ClusterLaunch(self.p, plan))(given),
@@ -251,11 +251,11 @@ class SharedLaunch:
         totals = empty((p.images, p.channels, 2), float32) if weights and not self.adding else None
         workspace = exchange_workspace() if (weights and self.adding) or plan.parts > 1 else None
         second = self.x2.at((x if x2 is None else x2).data.ptr)
-        self.launches[weights](
+        self.launches[weights].run((
             self.x.at(x.data.ptr), second, self.dy.at(dy.data.ptr), x, x2, dy, *given.dx, *given.dx2,
             given.y, *own_sums, totals, *given.dscale, *given.dshift, *given.dweight, *given.dbias, *given.affine,
             workspace, *self.sizes, given.silu, plan.parts, plan.kept,
-        )
+        ))
         return totals
 
     def run(self, given: Backward) -> None:
