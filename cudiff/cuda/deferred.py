@@ -100,12 +100,11 @@ class Queue:
 
     def _overlap(self, ranges: list[_Range], wanted: _Range) -> bool:
         start, stop, _, _ = wanted
-        first = bisect.bisect_left(ranges, (start - self._longest,))  # ranges before this one end too early
-        for range in ranges[first:]:
-            if range[0] >= stop:
-                return False
-            if range[1] > start and _share(range, wanted):
+        at = bisect.bisect_left(ranges, (start - self._longest,))  # ranges before this one end too early
+        while at < len(ranges) and ranges[at][0] < stop:
+            if ranges[at][1] > start and _share(ranges[at], wanted):
                 return True
+            at += 1
         return False
 
     def _launch(self, groups: Iterable[_Group]) -> None:
