@@ -130,9 +130,11 @@ class Kernel:
         """Returns the thread's launches that have all of this in common."""
         how = grid, block, shared_mem, cooperative, get_cupy().cuda.get_current_stream().ptr
         alike = _thread.own.prepared[self, *how]
-        if not any(prepared.launch(args) for prepared in alike):
-            alike.append(_Prepared(self, self._config(*how), args))
-            alike[-1].launch(args)
+        for prepared in alike:
+            if prepared.launch(args):
+                return alike
+        alike.append(_Prepared(self, self._config(*how), args))
+        alike[-1].launch(args)
         return alike
 
     def _config(self, grid: tuple[int, ...], block: tuple[int, ...], shared: int, cooperative: bool,

@@ -58,7 +58,7 @@ def _launch(batch: list[_RowSum]) -> None:
         rows, contiguous = source.size // (size * step), out.strides == (4,) or out.flags.c_contiguous
         columns, pitch = (size, 0) if contiguous else (size // len(out), out.strides[0] // 4)
         whole = step == 1 and width % 4 == columns % 4 == pitch % 4 == 0 and (places[0] | places[1]) % 16 == 0
-        pack, lanes = 4 if whole else 1, min(LANES, 1 << ((rows - 1) // TERMS).bit_length())
+        pack, lanes = 4 if whole else 1, 1 << ((rows - 1) // TERMS).bit_length() if rows < TERMS * LANES else LANES
         table += _ROW_SUM.pack(*places, rows, size, width, step, columns, pitch, add, lanes, pack, grid)
         grid += -(-size // (256 // lanes * pack))
     table += _NO_SUM * (MAX_BATCH - len(batch))

@@ -25,10 +25,12 @@ def _stream_bytes() -> int:
     return (16 if shared_memory() > 64 << 10 else 8) * 16 * 256
 
 
-def _adds_itself(tiles: int, of_group: int) -> bool:
-    """Whether every block of a pass adds up the sums of its groups itself; else a launch before does. In the
-    forward that took 0.7 µs more of 2 images of 8 x 8 with 3,072 channels on an H200, and 1.1 less of 2 images of
-    64 x 64 with 2,304 channels and 32 tiles."""
+@functools.cache
+def _adds_itself(of_group: int, *of_sources: int) -> bool:
+    """Whether every block of a pass adds up the sums of its groups, of so many channels, itself; else a launch before
+    does. of_sources: tiles of an image of each source. In the forward that took 0.7 µs more of 2 images of 8 x 8 with
+    3,072 channels on an H200, and 1.1 less of 2 images of 64 x 64 with 2,304 channels and 32 tiles."""
+    tiles = max(of_sources)
     return tiles <= _FEW_TILES and max(2, tiles) * of_group <= _FEW_SUMS
 
 
@@ -61,7 +63,7 @@ class ForwardPasses:
         sums = _statistics_of(given, p)
         statistics: tuple = (None, None)
         found: tuple = (mean, rstd)
-        adds = _adds_itself(max(sums[2], sums[5]), self.of_group)
+        adds = _adds_itself(self.of_group, sums[2], sums[5])
         if not adds:
             self.finish.run((*sums, p.channels1, p.channels2, *found, p.groups, self.few, self.share, eps))
             sums, statistics, found = (None, False, 0) * 2, found, statistics
@@ -118,7 +120,7 @@ class BackwardPasses:
             self.sum.run((statistics.sums, given.dy, given.x, given.x2, *affine, *sizes, given.silu))
         means, sums, count = None, statistics.sums, statistics.tiles
         applies = given.needs[0] or given.needs[1] or given.y is not None
-        adds = applies and _adds_itself(count, of_group)
+        adds = applies and _adds_itself(of_group, count)
         if not adds:
             means = empty((p.images, p.groups, 2), float32)
             few = max(1, min(p.groups, 256 // (of_group * blocks(count, 16))))  # groups for a block: 16 tiles a thread
