@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from cudiff.backend import Array, float32, is_low
+from cudiff.cuda import tiles
 from cudiff.cuda.exchange import exchange_workspace
 from cudiff.cuda.kernels.convolution.plans_sm90 import (
     CHANNELS,
@@ -182,7 +183,7 @@ class Prepared:
 
 
 class Configured:
-    """The same with a plan: calls launch the kernel."""
+    """The same with a plan."""
 
     def __init__(self, ready: Prepared, chosen: Plan):
         tile, cluster, rows, each, halos, weights, shared, together, images, whole_rows = chosen
@@ -223,7 +224,7 @@ class Configured:
             SPARED=spared, STREAM_K=int(together > 0), IMAGES=images, WHOLE_ROWS=int(whole_rows),
         )
 
-    def __call__(self, given: Operands, weight: Array, addend: Array | None) -> ChannelStatistics | None:
+    def run(self, given: Operands, weight: Array, addend: Array | None) -> ChannelStatistics | None:
         ready, (x, _, out, (bias, emb, *_), x2, skip, norm, _) = self.ready, given
         x_map = x2_map = self.x.at(x.data.ptr)
         weight_maps = skip_maps = self.weight(weight.data.ptr, weight.strides)
@@ -288,9 +289,7 @@ def run(given: Operands, offer: Offer, p: Problem) -> ChannelStatistics | None:
     if addend is not None and addend.data.ptr % 16:  # TMA reads it
         given.out[...] = addend.reshape(given.out.shape)
         addend = given.out
-    added_to = [addend] if addend is given.out else []
-
-    def launch_as(chosen: Plan) -> ChannelStatistics | None:
-        return (planned if chosen is planned.plan else Configured(ready, chosen))(given, weight, addend)
-
-    return plan.run(ready.problem, launch_as, added_to, chosen=planned.plan)
+    if tiles.watch is None:
+        return planned.run(given, weight, addend)
+    return plan.run(ready.problem, lambda chosen: Configured(ready, chosen).run(given, weight, addend),
+                    [addend] if addend is given.out else [], chosen=planned.plan)

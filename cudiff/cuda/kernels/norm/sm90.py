@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cudiff.backend import Array, float32
+from cudiff.cuda import tiles
 from cudiff.cuda.device import multiprocessors
 from cudiff.cuda.exchange import exchange_workspace
 from cudiff.cuda.kernels.norm.portable import affine_gradients
@@ -216,8 +217,9 @@ class ClusterLaunch:
                          self.share, eps))
 
     def run(self, given: Forward) -> None:
-        FORWARD.run(self.problem, lambda plan: (self if plan is self.plan else ClusterLaunch(self.p, plan))(given),
-                    chosen=self.plan)
+        if tiles.watch is None:
+            return self(given)
+        return FORWARD.run(self.problem, lambda plan: ClusterLaunch(self.p, plan)(given), chosen=self.plan)
 
 
 def offer_forward(p: Problem) -> Offer | None:
@@ -259,9 +261,9 @@ class SharedLaunch:
         return totals
 
     def run(self, given: Backward) -> None:
-        totals = BACKWARD.run(
-            self.problem, lambda plan: (self if plan is self.plan else SharedLaunch(self.p, plan))(given),
-            given.added_to(), lambda plan: plan.adding(self.p.images, self.p.channels) > 0, self.plan,
+        totals = self(given) if tiles.watch is None else BACKWARD.run(
+            self.problem, lambda plan: SharedLaunch(self.p, plan)(given), given.added_to(),
+            lambda plan: plan.adding(self.p.images, self.p.channels) > 0, self.plan,
         )
         if totals is not None:
             affine_gradients(totals, given.dweight, given.dbias)
