@@ -109,14 +109,14 @@ def linear(direction: str, given: Operands, sums: bool = False) -> ChannelStatis
     sums: whether to return the SUMS of a result that is multiplied by a factor; None where the kernel makes none.
     """
     fields = fields_of(direction, given, (1, 1), (0, 0), sums and Fusion.SUMS)
-    problem, chosen = LINEAR.selected(linear_problem_of, fields)
-    if Fusion.SECOND_SOURCE in chosen.left:
+    problem, (row, offer, left) = LINEAR.selected(linear_problem_of, fields)
+    if Fusion.SECOND_SOURCE in left:
         for half in _halves(direction, given):
             linear(direction, half)
-    elif chosen.left & AFTERWARDS:
+    elif left & AFTERWARDS:
         _and_then(direction, given)
     else:
-        return chosen.row.run(given, chosen.offer, problem)
+        return row.run(given, offer, problem)
     return None
 
 
