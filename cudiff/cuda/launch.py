@@ -44,22 +44,24 @@ _PACKED: dict[type, str] = {
 
 
 class _OwnLaunches:
-    """A thread's launches: how many, those prepared, and the buffer for arguments, which the driver reads."""
+    """A thread's launches: how many, and those prepared."""
 
     def __init__(self) -> None:
         self.count = 0
         self.prepared: dict[tuple, list[_Prepared]] = defaultdict(list)  # by all else that one depends on
 
+
+class _Thread(threading.local):
+    """own: the thread's launches. buffer: for their arguments, which the driver reads."""
+
+    @functools.cached_property
+    def own(self) -> _OwnLaunches:
+        return _OwnLaunches()
+
     @functools.cached_property
     def buffer(self) -> ctypes.Array:
         get_cupy().cuda.runtime.free(0)  # creates this thread's context, which the driver needs
         return ctypes.create_string_buffer(_PARAMETER_BYTES)
-
-
-class _Thread(threading.local):
-    @functools.cached_property
-    def own(self) -> _OwnLaunches:
-        return _OwnLaunches()
 
 
 _thread = _Thread()
@@ -154,7 +156,7 @@ class _Prepared:
     def __init__(self, kernel: Kernel, config: ctypes.Array, args: Sequence[Any]):
         kinds, _ = pack(args)
         kernel.signature.check(kinds)
-        self._kernel, self._config, self._buffer, words = kernel, config, _thread.own.buffer, formats(kinds)
+        self._kernel, self._config, self._buffer, words = kernel, config, _thread.buffer, formats(kinds)
         sizes = [struct.calcsize(word) for word in words]
         *starts, _ = itertools.accumulate(sizes, initial=addressof(self._buffer))
         self._packed = struct.Struct("".join(words))
