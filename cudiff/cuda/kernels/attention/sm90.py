@@ -196,4 +196,6 @@ def _tile_bytes(dim: int) -> int:
 def tile_map(array: Array, tokens: int = TOKENS) -> Any:
     """The two tensor maps of an array (N, tokens, heads, D): boxes of `tokens` by 64 channels, and by those left."""
     width = padded_dim(array.shape[3])
-    return tensor_map(array, (1, tokens, 1, min(width, 64))) + tensor_map(array, (1, tokens, 1, width % 64 or 64))
+    if width <= 64:
+        return 2 * tensor_map(array, (1, tokens, 1, width))
+    return tensor_map(array, (1, tokens, 1, 64)) + tensor_map(array, (1, tokens, 1, width % 64 or 64))
