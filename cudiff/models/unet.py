@@ -314,9 +314,8 @@ class UNet(Module):
 
     def _run(self, block: ModuleList, h: Tensor, embs: dict[ResBlock, tuple[Tensor, ...]],
              skip: Tensor | None = None) -> Tensor:
-        own = itertools.chain.from_iterable(embs[layer] for layer in block if isinstance(layer, ResBlock))
-        run = partial(_layers, block)
-        return recomputed(run, h, skip, *own) if self.recompute else run(h, skip, *own)
+        own = [emb for layer in block if isinstance(layer, ResBlock) for emb in embs[layer]]
+        return recomputed(partial(_layers, block), h, skip, *own) if self.recompute else _layers(block, h, skip, *own)
 
 
 def _layers(block: ModuleList, h: Tensor, skip: Tensor | None, *embs: Tensor) -> Tensor:

@@ -88,9 +88,10 @@ def _statistics_of(given: Forward, p: Problem) -> tuple:
             statistics = empty_statistics(CENTRED, p.images, tiles, width)
             launch("group_norm", "statistics", (p.images * tiles, chunks), 256,
                    (source, statistics.sums, p.pixels, width, tiles, across), **constants)
-        operands += [None, False, 0] if statistics is None else [
-            statistics.sums, statistics.kind is CENTRED, statistics.tiles
-        ]
+        if statistics is None:
+            operands += None, False, 0
+        else:
+            operands += statistics.sums, statistics.kind is CENTRED, statistics.tiles
     return tuple(operands)
 
 
