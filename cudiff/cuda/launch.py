@@ -18,7 +18,7 @@ import struct
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from ctypes import addressof
+from ctypes import addressof, byref
 from typing import Any
 
 import numpy as np
@@ -124,7 +124,7 @@ class Kernel:
         # Set once, to the most that a block may have: if each launch set it, one thread could lower it for another.
         function.max_dynamic_shared_size_bytes = self._limits.of_block - self._static
         self._function = function  # keeps the cubin loaded
-        self.address = ctypes.c_void_p(function.kernel.ptr)
+        self.address = ctypes.c_void_p.from_param(function.kernel.ptr)
         self._overlaps = int(overlaps and self._limits.capability >= 90)
 
     def __call__(self, grid: tuple[int, ...], block: tuple[int, ...], args: Sequence[Any], shared_mem: int = 0,
@@ -156,11 +156,12 @@ class _Prepared:
     def __init__(self, kernel: Kernel, config: ctypes.Array, args: Sequence[Any]):
         kinds, _ = pack(args)
         kernel.signature.check(kinds)
-        self._kernel, self._config, self._buffer, words = kernel, config, _thread.buffer, formats(kinds)
+        self._kernel, self._buffer, words = kernel, _thread.buffer, formats(kinds)
         sizes = [struct.calcsize(word) for word in words]
         *starts, _ = itertools.accumulate(sizes, initial=addressof(self._buffer))
         self._packed = struct.Struct("".join(words))
-        self._addresses = (ctypes.c_void_p * len(kinds))(*starts)
+        addresses = (ctypes.c_void_p * len(kinds))(*starts)
+        self._driven = byref(config), kernel.address, byref(addresses), None  # as ctypes would make of them
         self._nones = [i for i, kind in enumerate(kinds) if kind is type(None)]
         self._tables = [(i, kind) for i, kind in enumerate(kinds) if isinstance(kind, int)]
         self._arrays = [(i, kind) for i, kind in enumerate(kinds) if isinstance(kind, np.dtype)]
@@ -194,7 +195,7 @@ class _Prepared:
         except struct.error:
             self._kernel.signature.check(pack(args)[0])
             raise self._kernel.signature.out_of_range(values) from None
-        status = library().cuLaunchKernelEx(self._config, self._kernel.address, self._addresses, None)
+        status = library().cuLaunchKernelEx(*self._driven)
         if status:
             raise get_cupy().cuda.driver.CUDADriverError(status)
         return True
