@@ -4,7 +4,6 @@ that reads these next."""
 from __future__ import annotations
 
 from enum import Enum
-from typing import NamedTuple
 
 import numpy as np
 
@@ -26,16 +25,14 @@ class Kind(Enum):
 SUMS, MOMENTS, CENTRED, PRODUCTS = Kind  # found sooner than by Kind, as in `cudiff.gradient`
 
 
-class ChannelStatistics(NamedTuple):
+class ChannelStatistics:
     """Sums over tiles of pixels. sums: float32 (N, tiles, C, kind.numbers), or (N, tiles, C) if the kind is SUMS. N is
     1 if a tile's pixels may be of several images."""
 
-    kind: Kind
-    sums: Array
+    __slots__ = ("kind", "sums", "tiles")
 
-    @property
-    def tiles(self) -> int:
-        return self.sums.shape[1]
+    def __init__(self, kind: Kind, sums: Array):
+        self.kind, self.sums, self.tiles = kind, sums, sums.shape[1]
 
 
 def moments(dtype: np.dtype) -> Kind:

@@ -246,7 +246,7 @@ class Host(ModuleType):
             kinds, values = launch.pack(args)
             takes.check(kinds)
             try:
-                struct.pack("=" + "".join(launch.formats(kinds)), *launch.as_float32(values))
+                struct.pack("".join(launch.formats(kinds)), *launch.as_float32(values))
             except struct.error:
                 raise takes.out_of_range(values) from None
             for parameter, arg in zip(takes.parameters, args, strict=True):

@@ -8,22 +8,26 @@ import numpy as np
 import pytest
 
 from cudiff import autograd
+from cudiff.backend import bfloat16, float32
+from cudiff.cuda import sums
 from cudiff.cuda.deferred import LaunchType, batched, deferred, enqueue
+from cudiff.cuda.kernels.convolution import wgrad_sm90
 from cudiff.function import Function
 from cudiff.ops.matmul import linear
 from cudiff.tensor import Tensor
+from tests.test_prepared import units
 
 
 def array(start, size=8):
     flags = SimpleNamespace(c_contiguous=True)
-    return SimpleNamespace(data=SimpleNamespace(ptr=start), nbytes=size, flags=flags, base="a view")
+    return SimpleNamespace(data=SimpleNamespace(ptr=start), nbytes=size, dtype=float32, flags=flags, base="a view")
 
 
 def rows(start, count, width, pitch):
     """`count` rows of `width` bytes, parts of rows of `pitch` bytes."""
     flags = SimpleNamespace(c_contiguous=False)
-    return SimpleNamespace(data=SimpleNamespace(ptr=start), nbytes=count * width, itemsize=1, shape=(count, width),
-                           strides=(pitch, 1), flags=flags, base="a view")
+    return SimpleNamespace(data=SimpleNamespace(ptr=start), nbytes=count * width, itemsize=1, dtype=float32,
+                           shape=(count, width), strides=(pitch, 1), flags=flags, base="a view")
 
 
 @pytest.fixture
@@ -156,6 +160,21 @@ def test_inner_launches_follow_outer(launch_type, done):
             enqueue(launch_type, "inner", array(0))
             assert done == [["outer"]]
     assert done == [["outer"], ["inner"]]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, bfloat16])
+def test_what_is_deferred_writes_float32(host_of, monkeypatch, dtype):
+    """`before_read` looks at no other arrays."""
+    written = []
+
+    def noted(launch_type, arguments, out, *rest, **options):
+        written.append(out.dtype)
+        enqueue(launch_type, arguments, out, *rest, **options)
+
+    for module in (sums, wgrad_sm90):
+        monkeypatch.setattr(module, "enqueue", noted)
+    units(host_of(True), dtype)
+    assert len(written) > 4 and {*written} == {float32}
 
 
 class Reader:

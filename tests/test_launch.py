@@ -21,7 +21,7 @@ from tests.compile_kernels import compile_source
 
 def packed_as(args):
     kinds, values = pack(args)
-    return struct.pack("=" + "".join(formats(kinds)), *values)
+    return struct.pack("".join(formats(kinds)), *values)
 
 
 @pytest.mark.parametrize("value, dtype", [

@@ -9,6 +9,7 @@ import pytest
 
 from cudiff.backend import bfloat16, float32
 from cudiff.cuda import select
+from cudiff.cuda.kernels.attention.problem import Heads
 from cudiff.ops.attention import attention_qkv
 from cudiff.ops.dropout import dropout
 from cudiff.ops.group_norm import group_norm
@@ -21,7 +22,7 @@ from tests.host import H200, Array, decode, forget
 
 def described(arg):
     """An argument without addresses, of arrays but how far they are from a multiple of 16 bytes."""
-    if isinstance(arg, Array):
+    if isinstance(arg, (Array, Heads)):
         return arg.shape, arg.dtype, arg.data.ptr % 16
     if isinstance(arg, (bytes, np.ndarray)):
         return decode(struct.unpack("=16Q", arg))[1:] if len(arg) == 128 else len(arg)

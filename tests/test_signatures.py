@@ -172,7 +172,7 @@ class Driver:
         vars(launch._thread).clear(), device.device.cache_clear()
 
     def launch(self, config, function, addresses, extra):
-        self.launched.append(len(addresses))
+        self.launched.append(len(addresses._obj))
         return 0
 
 

@@ -52,6 +52,7 @@ from cudiff import pipeline, train
 from cudiff.backend import PRECISIONS
 from cudiff.config import PRESETS, Config
 from cudiff.cuda import tiles
+from cudiff.cuda.kernels.attention.problem import Heads
 from cudiff.data import Dataset
 from cudiff.models import outline
 from cudiff.nn import Module
@@ -143,7 +144,7 @@ class Trace:
         arg = arg.data if isinstance(arg, Tensor) else arg
         if arg is None:
             return "-"
-        if isinstance(arg, Array):
+        if isinstance(arg, (Array, Heads)):
             return self._place(arg.data.ptr)
         if type(arg) in (bytes, np.ndarray):
             return self._table(bytes(arg))

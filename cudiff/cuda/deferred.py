@@ -10,12 +10,12 @@ from __future__ import annotations
 import bisect
 import contextlib
 import threading
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cudiff.backend import Array
+from cudiff.backend import Array, float32
 from cudiff.cuda import select
 
 
@@ -52,7 +52,7 @@ class Queue:
         self._writes: list[_Range] = []  # of all pending launches, sorted
         self._reads: list[_Range] = []
         self._longest = 0  # bytes of the longest range so far
-        self._held: Counter[LaunchType] = Counter()
+        self._held: defaultdict[LaunchType, int] = defaultdict(int)
 
     def enqueue(self, group: _Group, pending: _Pending) -> None:
         launch_type, (_, writes, reads, held) = group[0], pending
@@ -77,8 +77,9 @@ class Queue:
         return bool(self._reads) and array is not None and self._overlap(self._reads, _range_of(array))
 
     def before_read(self, array: Array | None) -> None:
-        """Flush if a pending launch writes to the memory of `array`."""
-        if self._writes and array is not None and self._overlap(self._writes, _range_of(array)):
+        """Flush if a pending launch writes to the memory of `array`: to float32, as all of them do."""
+        writes = self._writes
+        if writes and array is not None and array.dtype == float32 and self._overlap(writes, _range_of(array)):
             self.flush()
 
     def before_write(self, array: Array | None) -> None:
@@ -99,22 +100,22 @@ class Queue:
 
     def _overlap(self, ranges: list[_Range], wanted: _Range) -> bool:
         start, stop, _, _ = wanted
-        first = bisect.bisect_left(ranges, (start - self._longest,))  # ranges before this one end too early
-        for range in ranges[first:]:
-            if range[0] >= stop:
-                return False
-            if range[1] > start and _share(range, wanted):
+        at = bisect.bisect_left(ranges, (start - self._longest,))  # ranges before this one end too early
+        while at < len(ranges) and ranges[at][0] < stop:
+            if ranges[at][1] > start and _share(ranges[at], wanted):
                 return True
+            at += 1
         return False
 
     def _launch(self, groups: Iterable[_Group]) -> None:
         for group in sorted(groups, key=lambda group: group[0].rank):
-            batch = self._groups.pop(group, [])  # empty where an earlier launch has flushed the queue
+            batch, freed = self._groups.pop(group, []), 0  # empty where an earlier launch has flushed the queue
             for _, writes, reads, held in batch:
                 del self._writes[bisect.bisect_left(self._writes, writes)]
                 for range in reads:
                     del self._reads[bisect.bisect_left(self._reads, range)]
-                self._held[group[0]] -= held
+                freed += held
+            self._held[group[0]] -= freed
             if batch:
                 _run(group[0], [pending[0] for pending in batch])
 
@@ -185,8 +186,8 @@ def immediate() -> Iterator[None]:
 
 def enqueue(launch_type: LaunchType, arguments: Any, out: Array, reads: Sequence[Array] = (), held: int = 0,
             group: Hashable = None) -> None:
-    """Defer a launch that writes or adds to `out`, to be batched with others of its type and group. Where launches are
-    not deferred, run it now.
+    """Defer a launch that writes or adds to `out`, float32, to be batched with others of its type and group. Where
+    launches are not deferred, run it now.
 
     held: bytes that it keeps from being freed while it is pending. reads: arrays that it reads and other code may
     overwrite, after `Queue.before_write`. What else it reads must not change.

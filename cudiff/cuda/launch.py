@@ -18,7 +18,7 @@ import struct
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from ctypes import addressof
+from ctypes import addressof, byref
 from typing import Any
 
 import numpy as np
@@ -38,28 +38,30 @@ _PARAMETER_BYTES = 1 << 15  # no kernel takes more
 
 # The `struct` format of each type; None is a null pointer. Every argument is padded to a multiple of 8 bytes.
 _PACKED: dict[type, str] = {
-    type(None): "Q", bool: "i4x", int: "i4x", float: "f4x", np.int32: "i4x", np.uint32: "I4x", np.int64: "q",
+    type(None): "P", bool: "i4x", int: "i4x", float: "f4x", np.int32: "i4x", np.uint32: "I4x", np.int64: "q",
     np.uint64: "Q", np.float32: "f4x", np.float64: "d",
 }
 
 
 class _OwnLaunches:
-    """A thread's launches: how many, those prepared, and the buffer for arguments, which the driver reads."""
+    """A thread's launches: how many, and those prepared."""
 
     def __init__(self) -> None:
         self.count = 0
         self.prepared: dict[tuple, list[_Prepared]] = defaultdict(list)  # by all else that one depends on
 
+
+class _Thread(threading.local):
+    """own: the thread's launches. buffer: for their arguments, which the driver reads."""
+
+    @functools.cached_property
+    def own(self) -> _OwnLaunches:
+        return _OwnLaunches()
+
     @functools.cached_property
     def buffer(self) -> ctypes.Array:
         get_cupy().cuda.runtime.free(0)  # creates this thread's context, which the driver needs
         return ctypes.create_string_buffer(_PARAMETER_BYTES)
-
-
-class _Thread(threading.local):
-    @functools.cached_property
-    def own(self) -> _OwnLaunches:
-        return _OwnLaunches()
 
 
 _thread = _Thread()
@@ -91,7 +93,7 @@ def as_float32(values: Sequence[Any]) -> list[Any]:
 
 def formats(kinds: Sequence[Kind]) -> list[str]:
     """The `struct` format of an argument of each of these kinds."""
-    return [f"{kind}s{-kind % 8}x" if type(kind) is int else _PACKED.get(kind, "Q") for kind in kinds]
+    return [f"{kind}s{-kind % 8}x" if type(kind) is int else _PACKED.get(kind, "P") for kind in kinds]
 
 
 def padded_shared(blocks: int, threads: int, limits: Device) -> int:
@@ -122,7 +124,7 @@ class Kernel:
         # Set once, to the most that a block may have: if each launch set it, one thread could lower it for another.
         function.max_dynamic_shared_size_bytes = self._limits.of_block - self._static
         self._function = function  # keeps the cubin loaded
-        self.address = ctypes.c_void_p(function.kernel.ptr)
+        self.address = ctypes.c_void_p.from_param(function.kernel.ptr)
         self._overlaps = int(overlaps and self._limits.capability >= 90)
 
     def __call__(self, grid: tuple[int, ...], block: tuple[int, ...], args: Sequence[Any], shared_mem: int = 0,
@@ -130,9 +132,11 @@ class Kernel:
         """Returns the thread's launches that have all of this in common."""
         how = grid, block, shared_mem, cooperative, get_cupy().cuda.get_current_stream().ptr
         alike = _thread.own.prepared[self, *how]
-        if not any(prepared.launch(args) for prepared in alike):
-            alike.append(_Prepared(self, self._config(*how), args))
-            alike[-1].launch(args)
+        for prepared in alike:
+            if prepared.launch(args):
+                return alike
+        alike.append(_Prepared(self, self._config(*how), args))
+        alike[-1].launch(args)
         return alike
 
     def _config(self, grid: tuple[int, ...], block: tuple[int, ...], shared: int, cooperative: bool,
@@ -152,14 +156,15 @@ class _Prepared:
     def __init__(self, kernel: Kernel, config: ctypes.Array, args: Sequence[Any]):
         kinds, _ = pack(args)
         kernel.signature.check(kinds)
-        self._kernel, self._config, self._buffer, words = kernel, config, _thread.own.buffer, formats(kinds)
-        sizes = [struct.calcsize(f"={word}") for word in words]
+        self._kernel, self._buffer, words = kernel, _thread.buffer, formats(kinds)
+        sizes = [struct.calcsize(word) for word in words]
         *starts, _ = itertools.accumulate(sizes, initial=addressof(self._buffer))
-        self._packed = struct.Struct("=" + "".join(words))
-        self._addresses = (ctypes.c_void_p * len(kinds))(*starts)
+        self._packed = struct.Struct("".join(words))
+        addresses = (ctypes.c_void_p * len(kinds))(*starts)
+        self._driven = byref(config), kernel.address, byref(addresses), None  # as ctypes would make of them
         self._nones = [i for i, kind in enumerate(kinds) if kind is type(None)]
         self._tables = [(i, kind) for i, kind in enumerate(kinds) if isinstance(kind, int)]
-        self._arrays = [(i, type(args[i]), kind) for i, kind in enumerate(kinds) if isinstance(kind, np.dtype)]
+        self._arrays = [(i, kind) for i, kind in enumerate(kinds) if isinstance(kind, np.dtype)]
 
     def launch(self, args: Sequence[Any]) -> bool:
         """Whether the arguments are of these kinds, but for numbers, which are converted. If so they are launched."""
@@ -170,23 +175,27 @@ class _Prepared:
             values[i] = 0
         for i, size in self._tables:
             table = args[i]
-            if type(table) is np.ndarray:
+            if type(table) is not bytes:
+                if type(table) is not np.ndarray:
+                    return False
                 values[i] = table = table.tobytes()
-            if type(table) is not bytes or len(table) != size:
+            if len(table) != size:
                 return False
-        for i, kind, dtype in self._arrays:
-            array = args[i]
-            if type(array) is not kind or array.dtype != dtype:
-                return False
-            values[i] = array.data.ptr
         try:
+            for i, dtype in self._arrays:
+                array = args[i]
+                if array.dtype != dtype:
+                    return False
+                values[i] = array.data.ptr
             self._packed.pack_into(self._buffer, 0, *values)
+        except AttributeError:  # of what is no array of CuPy's
+            return False
         except OverflowError:
             self._packed.pack_into(self._buffer, 0, *as_float32(values))
         except struct.error:
             self._kernel.signature.check(pack(args)[0])
             raise self._kernel.signature.out_of_range(values) from None
-        status = library().cuLaunchKernelEx(self._config, self._kernel.address, self._addresses, None)
+        status = library().cuLaunchKernelEx(*self._driven)
         if status:
             raise get_cupy().cuda.driver.CUDADriverError(status)
         return True
@@ -219,14 +228,14 @@ def kernel(stem: str, name: str, **constants: Any) -> Callable[..., Any]:
 
 class Launch:
     """Launches of `name` of `<stem>.cu` that differ only in their arguments, with all else as in `launch`: made once
-    for a problem, then called with the arguments."""
+    for a problem, then run with the arguments."""
 
     def __init__(self, stem: str, name: str, grid: tuple[int, ...], block: tuple[int, ...], shared: int = 0,
                  cooperative: bool = False, **constants: Any):
         self._stem, self._name, self._constants = stem, name, constants
         self._sizes, self._options = (grid, block), (shared, cooperative)
 
-    def __call__(self, *args: Any) -> None:
+    def run(self, args: tuple) -> None:
         own, cuda = _thread.own, get_cupy().cuda
         own.count += 1
         # By what finds kernels, too: a profile puts its own in place.

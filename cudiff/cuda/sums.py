@@ -17,7 +17,7 @@ MAX_BATCH = 64  # sums in one launch
 TERMS = 8  # rows that a thread adds at a time, the same number as in kernels/portable/accumulate.cu
 LANES = 128  # threads for a column, at most: with 128, the two threads of a row read 32 adjacent bytes
 PENDING_BYTES = 24 << 20  # of rows that pending sums read, at most: an H200 caches 50 MB
-_ROW_SUM = struct.Struct("=QQ10i")
+_ROW_SUM = struct.Struct("PP10i")
 """source, out, rows, count, width, step, columns, pitch, add, lanes, pack, first block: RowSum of accumulate.cu."""
 _NO_SUM = _ROW_SUM.pack(*[0] * 11, 2**31 - 1)
 
@@ -58,7 +58,7 @@ def _launch(batch: list[_RowSum]) -> None:
         rows, contiguous = source.size // (size * step), out.strides == (4,) or out.flags.c_contiguous
         columns, pitch = (size, 0) if contiguous else (size // len(out), out.strides[0] // 4)
         whole = step == 1 and width % 4 == columns % 4 == pitch % 4 == 0 and (places[0] | places[1]) % 16 == 0
-        pack, lanes = 4 if whole else 1, min(LANES, 1 << ((rows - 1) // TERMS).bit_length())
+        pack, lanes = 4 if whole else 1, 1 << ((rows - 1) // TERMS).bit_length() if rows < TERMS * LANES else LANES
         table += _ROW_SUM.pack(*places, rows, size, width, step, columns, pitch, add, lanes, pack, grid)
         grid += -(-size // (256 // lanes * pack))
     table += _NO_SUM * (MAX_BATCH - len(batch))

@@ -37,7 +37,7 @@ R = TypeVar("R")
 Lines = dict[str, list[int]]
 Watch = Callable[["Planner", tuple, Callable[[Any], Any], Sequence[Array], Callable[[Any], Any]], None]
 
-_watch: Watch | None = None
+watch: Watch | None = None  # see `watched`
 _planners: list[Planner] = []
 
 
@@ -78,9 +78,10 @@ class Planner(Generic[P]):
 
         added_to: arrays that the launch adds to, or reads before it overwrites them. leaves(plan): what a plan computes
         beside the result, for which other plans need another launch. Tuning compares only plans that agree in it.
+        Where no `watch` is told, a prepared launch is made without this: `launch` takes longer to make than to call.
         """
-        if _watch is not None:
-            _watch(self, problem, launch, added_to, leaves)
+        if watch is not None:
+            watch(self, problem, launch, added_to, leaves)
         return launch(self(*problem) if chosen is None else chosen)
 
     def forget(self) -> None:
@@ -103,14 +104,14 @@ def name_of(problem: tuple) -> str:
 
 
 @contextlib.contextmanager
-def watched(watch: Watch) -> Iterator[None]:
-    """Inside the block, watch(planner, problem, launch, added_to, leaves) is called before each planned launch."""
-    global _watch
-    _watch = watch
+def watched(told: Watch) -> Iterator[None]:
+    """Inside the block, told(planner, problem, launch, added_to, leaves) is called before each planned launch."""
+    global watch
+    watch = told
     try:
         yield
     finally:
-        _watch = None
+        watch = None
 
 
 def user_file() -> Path:

@@ -115,7 +115,7 @@ class ResBlock(Module):
     def forward(self, x: Tensor, emb: tuple[Tensor, ...], x2: Tensor | None = None) -> Tensor:
         """x (N, H, W, C), x2 (N, H, W, C2) or None, emb from `embeddings` → (N, H, W, K)."""
         added, scale, shift = (None, *emb) if self.use_scale_shift_norm else (*emb, None, None)
-        norm, conv = self.in_layers[0], self.in_layers[2]
+        norm, _, conv = self.in_layers
         if self.resample == "down":
             h = ops.avg_pool2d(norm(x, silu=True), 2)
             h = ops.norm_silu_conv2d(h, weight=conv.weight, bias=conv.bias, emb=added)
@@ -130,7 +130,7 @@ class ResBlock(Module):
         return self._out(h, x, x2, scale, shift)
 
     def _out(self, h: Tensor, x: Tensor, x2: Tensor | None, scale: Tensor | None, shift: Tensor | None) -> Tensor:
-        norm, dropout, conv = self.out_layers[0], self.out_layers[2], self.out_layers[3]
+        norm, _, dropout, conv = self.out_layers
         skip = self.skip_connection
         if dropout.p > 0 and self.training:
             h, norm_weight, norm_bias = dropout(norm(h, silu=True, scale=scale, shift=shift)), None, None
@@ -314,9 +314,8 @@ class UNet(Module):
 
     def _run(self, block: ModuleList, h: Tensor, embs: dict[ResBlock, tuple[Tensor, ...]],
              skip: Tensor | None = None) -> Tensor:
-        own = itertools.chain.from_iterable(embs[layer] for layer in block if isinstance(layer, ResBlock))
-        run = partial(_layers, block)
-        return recomputed(run, h, skip, *own) if self.recompute else run(h, skip, *own)
+        own = [emb for layer in block if isinstance(layer, ResBlock) for emb in embs[layer]]
+        return recomputed(partial(_layers, block), h, skip, *own) if self.recompute else _layers(block, h, skip, *own)
 
 
 def _layers(block: ModuleList, h: Tensor, skip: Tensor | None, *embs: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import numpy as np
 from cudiff.backend import Array, compute_dtype, float32, is_low
 from cudiff.cuda.kernels.attention import table
 from cudiff.cuda.kernels.attention.mask import Mask, pack
-from cudiff.cuda.kernels.attention.problem import Backward, Forward
+from cudiff.cuda.kernels.attention.problem import Backward, Forward, Heads
 from cudiff.cuda.launch import blocks, empty
 from cudiff.cuda.sums import empty_statistics
 from cudiff.function import Function
@@ -95,7 +95,7 @@ class AttentionQKV(Function):
     @staticmethod
     def forward_cuda(ctx, qkv, mask, num_heads, new_order):
         ctx.attrs = num_heads, new_order
-        out = Attention.forward_cuda(ctx, *_split(qkv, num_heads, new_order), mask)
+        out = Attention.forward_cuda(ctx, *_heads(qkv, num_heads, new_order), mask)
         return out.reshape(*qkv.shape[:-1], qkv.shape[-1] // 3)
 
     @staticmethod
@@ -103,16 +103,27 @@ class AttentionQKV(Function):
         *images, channels = dout.shape
         dqkv = empty((*images, 3 * channels), dout.dtype)
 
-        def sums(tiles: int) -> tuple[Array, Array, Array]:
+        def sums(tiles: int) -> tuple[Heads, Heads, Heads]:
             ctx.din_statistics[0] = empty_statistics(Kind.SUMS, images[0], tiles, 3 * channels)
-            return _split(ctx.din_statistics[0].sums, *ctx.attrs)
+            return _heads(ctx.din_statistics[0].sums, *ctx.attrs)
 
-        _backward_cuda(ctx, dout, *_split(dqkv, *ctx.attrs), sums)
+        _backward_cuda(ctx, dout, *_heads(dqkv, *ctx.attrs), sums)
         return dqkv, None
 
 
+def _heads(qkv: Array, num_heads: int, new_order: bool) -> tuple[Heads, Heads, Heads]:
+    """q, k and v (N, T, heads, D) in their array (N, ..., 3C) on CUDA."""
+    n, *tokens, channels = qkv.shape
+    t, dim, start, itemsize = math.prod(tokens), channels // (3 * num_heads), qkv.data.ptr, qkv.itemsize
+    row, width = channels * itemsize, dim * itemsize  # bytes of a token, and of a head
+    step, head = (num_heads * width, width) if new_order else (width, 3 * width)  # from q to k, and from head to head
+    shape, strides = (n, t, num_heads, dim), (t * row, row, head, itemsize)
+    q, k, v = (Heads(qkv, start + i * step, shape, strides) for i in range(3))
+    return q, k, v
+
+
 def _split(qkv: Array, num_heads: int, new_order: bool) -> tuple[Array, Array, Array]:
-    """Views (N, T, heads, D) of q, k and v."""
+    """The same on the CPU, as views."""
     n, *tokens, channels = qkv.shape
     t = math.prod(tokens)
     if new_order:

@@ -60,7 +60,7 @@ def _launch(ctx, out, x, step, used_step, accumulate):
     rows = x.shape[0] if x.ndim else 1
     if x.size:
         launch, key, threshold, scale = _prepared(rows, x.size // rows, x.dtype, *ctx.key, ctx.p)
-        launch(out, x, rows, x.size // rows, *key, step, used_step, threshold, scale, accumulate)
+        launch.run((out, x, rows, x.size // rows, *key, step, used_step, threshold, scale, accumulate))
     return out
 
 

@@ -42,7 +42,7 @@ class Group(NamedTuple):
     add_bias: bool = False
 
 
-_ROW = struct.Struct("=4Q3i4x")
+_ROW = struct.Struct("4P3i4x")
 """weight, bias, out, z, outputs, add_weight, add_bias: Group of grouped_linear.cu."""
 
 

@@ -92,7 +92,7 @@ class NormSiluConv2d(Function):
     @staticmethod
     def forward_cuda(ctx, x, x2, norm_weight, norm_bias, scale, shift, weight, bias, emb, residual, residual2,
                      skip_weight, skip_bias, num_groups, eps, silu, upsample, relu, statistics, dtype):
-        taps, h, h2, addend, skip, norm = _taps(weight), x, None, residual, None, None
+        h, h2, addend, skip, norm, kernel = x, None, residual, None, None, weight.shape[1:-1] or (1, 1)
         if norm_weight is not None:
             h, mean, rstd = norms.forward(x, x2, norm_weight, norm_bias, num_groups, eps, silu, scale, shift,
                                           ctx.statistics[:2])
@@ -101,18 +101,18 @@ class NormSiluConv2d(Function):
             h2 = x2  # read in place
         elif dtype != h.dtype and is_low(h.dtype):
             h = at_16_bytes(h)  # conv2d_few_channels reads packs of many channels
-        ctx.upsample, ctx.dtype, ctx.norm, ctx.weight = upsample, x.dtype, norm, taps
+        ctx.upsample, ctx.dtype, ctx.norm = upsample, x.dtype, norm
         # The norm's backward recomputes h for the weight's gradient, so h is not saved.
         recomputed = norm is not None and True in ctx.needs[:NORM]
         times = 2 if upsample else 1
-        ctx.padding = padding = (taps.shape[1] // 2,) * 2
+        ctx.padding = padding = (kernel[0] // 2,) * 2
         n, height, width, channels = h.shape
         ctx.shape = n, height * times, width * times, channels  # of the convolution's input
-        out = empty((n, *out_size(ctx.shape[1:3], taps.shape[1:3], (1, 1), padding), len(weight)), dtype)
+        out = empty((n, *out_size(ctx.shape[1:3], kernel, (1, 1), padding), len(weight)), dtype)
         if skip_weight is not None:
             skip, addend = Skip(residual, residual2, skip_weight, as_float32(skip_bias)), None
         bias = bias if bias is None or bias.dtype == float32 else bias.astype(float32)
-        operands = Operands(h, taps, out, Epilogue(bias, emb, addend), h2, skip)
+        operands = Operands(h, weight, out, Epilogue(bias, emb, addend), h2, skip)
         ctx.out_statistics = table.fprop(operands, (1, 1), padding, statistics=statistics, relu=relu, upsample=upsample)
         ctx.save(None if recomputed else h, h2, weight, residual, residual2, skip_weight, out if relu else None)
         return out
@@ -129,15 +129,15 @@ class NormSiluConv2d(Function):
             sums = None if statistics is None else statistics.sums
         _vector_gradients(dout, sums, needs, into, grads)
         if h2 is not None:
-            _pair_gradients(ctx, dout, h.shape[3], needs, into, grads)
+            _pair_gradients(ctx, dout, weight, h.shape[3], needs, into, grads)
         elif True in needs[:NORM]:
-            _input_gradients(ctx, dout, needs, into, grads)
+            _input_gradients(ctx, dout, weight, needs, into, grads)
         if skip_weight is None and needs[RESIDUAL]:
             grads[RESIDUAL] = dout
         if needs[WEIGHT]:
             h = ctx.h_recomputed if h is None else h
             grads[WEIGHT], add = gradient_target(into[WEIGHT], weight.shape, float32)
-            given = Operands(h, _taps(grads[WEIGHT]), dout, x2=h2, add=add)
+            given = Operands(h, grads[WEIGHT], dout, x2=h2, add=add)
             table.wgrad(given, (1, 1), ctx.padding, upsample=ctx.upsample)
         if skip_weight is not None:
             _skip_gradients(ctx, dout, needs, into, grads)
@@ -160,22 +160,22 @@ def _vector_gradients(dout: Array, sums: Array | None, needs: tuple, into: tuple
             grads[bias] = sum_rows_cuda(dout, into[bias], sums)
 
 
-def _pair_gradients(ctx: Any, dout: Array, split: int, needs: tuple, into: tuple, grads: list) -> None:
+def _pair_gradients(ctx: Any, dout: Array, weight: Array, split: int, needs: tuple, into: tuple, grads: list) -> None:
     """The gradients of x, which has `split` channels, and of x2. No norm follows them."""
-    for i, columns in enumerate((ctx.weight[..., :split], ctx.weight[..., split:])):
+    for i, columns in enumerate((weight[..., :split], weight[..., split:])):
         if needs[i]:
-            shape = *ctx.shape[:3], columns.shape[3]
+            shape = *ctx.shape[:3], columns.shape[-1]
             out, addend = gradient_sum(None if ctx.upsample else into[i], shape, dout.dtype)
             table.dgrad(Operands(dout, columns, out, Epilogue(addend=addend)), (1, 1), ctx.padding)
             grads[i] = sum_windows(out, TWICE, 1.0, None, into[i])[0] if ctx.upsample else out
 
 
-def _input_gradients(ctx: Any, dout: Array, needs: tuple, into: tuple, grads: list) -> None:
+def _input_gradients(ctx: Any, dout: Array, weight: Array, needs: tuple, into: tuple, grads: list) -> None:
     """The gradient of x, or those of a norm's inputs. Then ctx.h_recomputed is its output, for wgrad."""
     slot = into[0] if ctx.norm is None else None
     mixed, sums_wanted = dout.dtype != ctx.dtype, ctx.norm is None and not ctx.upsample
     out, addend = gradient_sum(None if ctx.upsample or mixed else slot, ctx.shape, ctx.dtype)
-    given = Operands(dout, ctx.weight, out, norm=None if ctx.upsample else ctx.norm)
+    given = Operands(dout, weight, out, norm=None if ctx.upsample else ctx.norm)
     if addend is not None:
         given = given._replace(epilogue=Epilogue(addend=addend))
     statistics = table.dgrad(given, (1, 1), ctx.padding, sums=sums_wanted)
@@ -197,23 +197,17 @@ def _skip_gradients(ctx: Any, dout: Array, needs: tuple, into: tuple, grads: lis
     *_, residual, residual2, skip_weight, _ = ctx.saved
     if needs[SKIP_WEIGHT]:
         grads[SKIP_WEIGHT], add = gradient_target(into[SKIP_WEIGHT], skip_weight.shape, float32)
-        dweight = grads[SKIP_WEIGHT].reshape(len(skip_weight), -1)
-        linear_cuda(WGRAD, Operands(residual, dweight, dout, x2=residual2, add=add))
-    matrix, split, adds = skip_weight.reshape(len(skip_weight), -1), residual.shape[3], {}
+        linear_cuda(WGRAD, Operands(residual, grads[SKIP_WEIGHT], dout, x2=residual2, add=add))
+    split, adds = residual.shape[3], {}
     for i, source in ((RESIDUAL, residual), (RESIDUAL2, residual2)):
         if needs[i]:
             grads[i], adds[i] = gradient_target(into[i], source.shape, source.dtype)
     if len(adds) == 2 and not any(adds.values()):
-        linear_cuda(DGRAD, Operands(dout, matrix, grads[RESIDUAL], x2=grads[RESIDUAL2]))
+        linear_cuda(DGRAD, Operands(dout, skip_weight, grads[RESIDUAL], x2=grads[RESIDUAL2]))
         return
     for i, add in adds.items():
-        columns = matrix[:, :split] if i == RESIDUAL else matrix[:, split:]
+        columns = skip_weight[..., :split] if i == RESIDUAL else skip_weight[..., split:]
         linear_cuda(DGRAD, Operands(dout, columns, grads[i], Epilogue(addend=grads[i] if add else None)))
-
-
-def _taps(weight: Array) -> Array:
-    """A weight (K, C) as (K, 1, 1, C), any other as it is."""
-    return weight[:, None, None] if weight.ndim == 2 else weight
 
 
 def norm_silu_conv2d(x: Tensor, x2: Tensor | None = None, *, weight: Tensor, bias: Tensor | None = None,

@@ -89,13 +89,13 @@ def call(library: ctypes.CDLL, name: str, grid: Sequence[int], block: Sequence[i
     """Launch a kernel of a compiled file with `args` as `launch.pack` takes them. Returns what went wrong, or None."""
     kinds, values = launch.pack(args)
     formats = launch.formats(kinds)
-    packed = struct.pack("=" + "".join(formats), *launch.as_float32(values))
+    packed = struct.pack("".join(formats), *launch.as_float32(values))
     buffer = ctypes.create_string_buffer(len(packed) + 64)
     at, addresses = -(-ctypes.addressof(buffer) // 64) * 64, []  # a tensor map lies at a multiple of 64 bytes
     ctypes.memmove(at, packed, len(packed))
     for format in formats:
         addresses.append(at)
-        at += struct.calcsize(f"={format}")
+        at += struct.calcsize(format)
     sizes = [(ctypes.c_uint * 3)(*(*of, 1, 1)[:3]) for of in (grid, block)]
     function = library[f"emulate_{name}"]
     function.restype = ctypes.c_char_p

@@ -1,5 +1,7 @@
 """What attention's Hopper kernels are given, and what tests/ops/test_attention.py does not ask of them."""
 
+from types import SimpleNamespace
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -224,7 +226,7 @@ def test_every_launch_covers_the_tokens_and_fits(monkeypatch, queries, keys, dim
         found[name] = grid, threads, args, shared, constants
 
     def prepared(stem, name, grid, block, shared, **constants):
-        return lambda *args: launch(stem, name, grid, *block, args, shared, **constants)
+        return SimpleNamespace(run=lambda args: launch(stem, name, grid, *block, args, shared, **constants))
 
     monkeypatch.setattr(wide_sm90, "launch", launch)
     monkeypatch.setattr(wide_sm90, "multiprocessors", lambda: 132)

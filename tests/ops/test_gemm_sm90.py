@@ -1,5 +1,7 @@
 """What Hopper's kernel for linear layers is given, and its results with every plan."""
 
+from types import SimpleNamespace
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -126,8 +128,8 @@ def test_which_products_of_matrices_it_takes(changes, kernel):
 def test_every_plan_covers_the_result_and_fits(monkeypatch, size, low_out):
     """Tiles against the result, each block's part of the depth and of a tile, shared memory against an H200's."""
     found = []
-    monkeypatch.setattr(sm90, "Launch", lambda stem, name, grid, block, shared, **constants:
-                        lambda *args: found.append((grid, *block, args, shared, constants)))
+    monkeypatch.setattr(sm90, "Launch", lambda stem, name, grid, block, shared, **constants: SimpleNamespace(
+        run=lambda args: found.append((grid, *block, args, shared, constants))))
     monkeypatch.setattr(sm90, "_launch", sm90._launch.__wrapped__)
     monkeypatch.setattr(sm90, "tensor_map", lambda *args, **kwargs: None)
     monkeypatch.setattr(sm90, "at_16_bytes", lambda array: array)

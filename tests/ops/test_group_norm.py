@@ -377,7 +377,7 @@ def test_tiles_that_take_another_launch_are_worth_it(n, pixels, channels, more):
     (3, 1024, False),
 ])
 def test_when_a_block_adds_up_the_sums_of_its_groups(tiles, of_group, itself):
-    assert portable._adds_itself(tiles, of_group) == itself
+    assert portable._adds_itself(of_group, tiles) == itself
 
 
 @pytest.mark.parametrize("shape, groups, blocks", [((1, 256, 256, 128), 32, 16), ((2, 24, 20, 576), 2, 2)])

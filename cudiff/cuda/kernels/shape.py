@@ -180,11 +180,12 @@ def contiguous(view: Array) -> Array:
 
 
 def turned(weight: Array) -> Array:
-    """weight (K, R, S, C) copied as (C, R, S, K), with its taps in reverse order. The convolution with it is the
+    """weight (K, [R, S,] C) copied as (C, R, S, K), with its taps in reverse order. The convolution with it is the
     gradient of a convolution's input."""
-    outputs, rows, columns, channels = weight.shape
+    outputs, rows, columns, channels = weight.shape if weight.ndim == 4 else (len(weight), 1, 1, weight.shape[1])
     out = empty((channels, rows, columns, outputs), weight.dtype)
-    pitches = (np.int64(weight.strides[axis] // weight.itemsize) for axis in (0, 2))
+    of_tap = weight.strides[2] if rows * columns > 1 else 0
+    pitches = [np.int64(stride // weight.itemsize) for stride in (weight.strides[0], of_tap)]
     launch(
         "shape", "turn", (blocks(channels, 32), blocks(outputs, 32), rows * columns), (32, 8),
         (out, weight, *pitches, outputs, rows * columns, channels), T=weight.dtype,

@@ -33,9 +33,30 @@ class Problem(NamedTuple):
     masked: bool = False
 
 
+class Heads:
+    """A part (N, T, heads, D) of an array, which it keeps: what kernels ask an array for, by the same names. A view of
+    CuPy's takes ten times as long. ptr: the address of its first element."""
+
+    __slots__ = ("array", "dtype", "ptr", "shape", "strides")
+
+    def __init__(self, array: Array, ptr: int, shape: tuple[int, ...], strides: tuple[int, ...]):
+        self.array, self.dtype, self.ptr, self.shape, self.strides = array, array.dtype, ptr, shape, strides
+
+    @property
+    def data(self) -> Heads:
+        return self
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, images: slice) -> Heads:
+        first, last, _ = images.indices(len(self))
+        return Heads(self.array, self.ptr + first * self.strides[0], (last - first, *self.shape[1:]), self.strides)
+
+
 class Forward(NamedTuple):
     """out and q are (N, Tq, heads, D), k and v (N, Tk, heads, D). lse is float32 (N, heads, Tq rounded up to a multiple
-    of 64), as attention.cu defines it. out is contiguous; rows of q, k and v may be parts of longer ones."""
+    of 64), as attention.cu defines it. out is contiguous; q, k and v may be `Heads`."""
 
     out: Array
     lse: Array
@@ -47,7 +68,7 @@ class Forward(NamedTuple):
 
 class Backward(NamedTuple):
     """As `Forward`, with the gradients; dout and out are contiguous. sums(tiles), called by a kernel that fuses SUMS:
-    returns three float32 arrays (N, tiles, heads, D) for it to write, of equal strides."""
+    returns three parts (N, tiles, heads, D) of a float32 array for it to write."""
 
     dq: Array
     dk: Array

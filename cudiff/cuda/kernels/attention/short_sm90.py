@@ -66,7 +66,8 @@ def backward(given: Backward, plan: Warpgroups, p: Problem) -> None:
     sums = sums_of(given, 4 * _tiles(p.queries, p.keys)) if _writes_sums(p) else NO_SUMS
 
     def launch_as(plan: Warpgroups) -> None:
-        _backward(plan, p)(*maps, given.out, given.lse, p.queries, p.keys, p.dim, 1 / math.sqrt(p.dim), *sums)
+        sizes = p.queries, p.keys, p.dim, 1 / math.sqrt(p.dim)
+        _backward(plan, p).run((*maps, given.out, given.lse, *sizes, *sums))
 
     BACKWARD.run(_key(p), launch_as, chosen=plan)
 

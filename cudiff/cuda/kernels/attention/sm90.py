@@ -98,7 +98,8 @@ def forward(given: Forward, plan: Warpgroups, p: Problem) -> None:
     maps = tile_map(given.q), tile_map(given.k), tile_map(given.v), tile_map(given.out)
 
     def launch_as(plan: Warpgroups) -> None:
-        _forward(plan, p)(*maps, given.lse, p.queries, p.keys, p.dim, 1 / math.sqrt(p.dim), *arguments(given.mask))
+        sizes = p.queries, p.keys, p.dim, 1 / math.sqrt(p.dim)
+        _forward(plan, p).run((*maps, given.lse, *sizes, *arguments(given.mask)))
 
     if p.masked:
         launch_as(plan)
@@ -195,4 +196,6 @@ def _tile_bytes(dim: int) -> int:
 def tile_map(array: Array, tokens: int = TOKENS) -> Any:
     """The two tensor maps of an array (N, tokens, heads, D): boxes of `tokens` by 64 channels, and by those left."""
     width = padded_dim(array.shape[3])
-    return tensor_map(array, (1, tokens, 1, min(width, 64))) + tensor_map(array, (1, tokens, 1, width % 64 or 64))
+    if width <= 64:
+        return 2 * tensor_map(array, (1, tokens, 1, width))
+    return tensor_map(array, (1, tokens, 1, 64)) + tensor_map(array, (1, tokens, 1, width % 64 or 64))

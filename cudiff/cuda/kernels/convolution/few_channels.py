@@ -103,14 +103,14 @@ def sums_bytes(few: int, columns: int, taps: int) -> int:
 
 def run(given: Operands, offer: Offer, p: Problem) -> ChannelStatistics | None:
     """Returns what `table.fprop` and `table.dgrad` return."""
-    taps, (few, many) = given.weight.shape[1], sides(given.x, given.out)
+    taps, (few, many) = p.kernel[0], sides(given.x, given.out)
     constants = {"T": many.dtype, "FEW_T": few.dtype, "R": taps, "FEW": few.shape[3]}
     if p.direction == WGRAD:
-        _wgrad(given, few, many, constants)
+        _wgrad(given, few, many, p.weight.shape, constants)
         return None
     weight = given.weight if given.weight.dtype == many.dtype else given.weight.astype(many.dtype)
     backward = p.direction == DGRAD
-    at = _weight(weight.shape, few_last=(few is given.x) != backward, flipped=backward)
+    at = _weight(p.weight.shape, few_last=(few is given.x) != backward, flipped=backward)
     if many is given.out:
         return _expand(given._replace(weight=weight), at, offer.fused, constants)
     x, out = given.x, given.out
@@ -148,15 +148,15 @@ def _expand(given: Operands, at: np.ndarray, fused: frozenset[str],
     return statistics
 
 
-def _wgrad(given: Operands, few: Array, many: Array, constants: dict[str, Any]) -> None:
-    dweight, taps = given.weight, given.weight.shape[1]
+def _wgrad(given: Operands, few: Array, many: Array, weight: tuple[int, ...], constants: dict[str, Any]) -> None:
+    dweight, taps = given.weight, weight[1]
     n, height, width, channels = many.shape
     rows, shared = _rows(n, height, lambda rows: patches_bytes(rows, width, few.shape[3], taps))
     columns = _columns(channels)
     tiles = n * blocks(height, rows)
-    parts = empty((tiles, dweight.shape[0], dweight.size // dweight.shape[0]), float32)
+    parts = empty((tiles, weight[0], dweight.size // weight[0]), float32)
     shared = max(shared, sums_bytes(few.shape[3], columns, taps))
-    at = _weight(dweight.shape, few_last=few is given.x, flipped=few is given.out)
+    at = _weight(weight, few_last=few is given.x, flipped=few is given.out)
     launch(
         "conv2d_few_channels", "wgrad", (tiles, channels // columns), THREADS,
         (few, many, parts, at, height, width, channels, rows, patches_pitch(width)), shared,

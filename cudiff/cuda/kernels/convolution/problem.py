@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -129,7 +129,8 @@ class Skip(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """The arrays of a problem, named as there. wgrad overwrites `weight` or, with `add`, adds to it."""
+    """The arrays of a problem, named as there. wgrad overwrites `weight` or, with `add`, adds to it. A weight of one
+    tap may be (K, C)."""
 
     x: Array
     weight: Array
@@ -160,23 +161,23 @@ def fields_of(direction: str, given: Operands, stride: Pair = (1, 1), padding: P
     )
 
 
-def _weight(array: Array) -> tuple[tuple[int, ...], bool, bool]:
-    """The fields of an array's `Weight`."""
-    shape, pitch = array.shape, array.strides[0]  # its rows are contiguous, maybe slices of longer rows
-    whole = shape[0] == 1 or pitch * shape[0] == array.nbytes  # the stride of a single row, as DLPack gives it, is any
-    return shape, (array.data.ptr | shape[-1] * array.itemsize | pitch) % 16 == 0, whole
+def _weight(array: Array) -> tuple[tuple[int, ...], int, np.dtype, bool]:
+    """What `weight_of` makes a Weight of. The array's rows are contiguous, maybe slices of longer rows."""
+    return array.shape, array.strides[0], array.dtype, array.data.ptr % 16 == 0
+
+
+def weight_of(shape: tuple[int, ...], pitch: int, dtype: np.dtype, aligned: bool) -> Weight:
+    """A weight of this shape. pitch: bytes from one row to the next. aligned: whether it starts at a multiple of 16."""
+    k, *taps, c = shape
+    whole = k == 1 or pitch == math.prod(shape[1:]) * dtype.itemsize  # the stride of a single row may be anything
+    rows_aligned = aligned and c * dtype.itemsize % 16 == pitch % 16 == 0
+    return Weight((k, *(taps or (1, 1)), c), rows_aligned, whole)
 
 
 def problem_of(direction: str, images: tuple, weight: tuple, stride: Pair, padding: Pair, products: int,
                wanted: tuple[str | bool, ...], added: tuple[bool, ...], skip: tuple | None, silu: bool | None,
                dilation: Pair, groups: int) -> Problem:
-    """The problem of operands with these `fields_of`.
-
-    A weight (K, C) is a linear layer's, whose matrices (..., C) are described as images: see `image_shape`.
-    """
-    shape, *places = weight
-    if len(shape) == 2:
-        shape, images = (shape[0], 1, 1, shape[1]), tuple([one and (image_shape(one[0]), *one[1:]) for one in images])
+    """The problem of operands with these `fields_of`."""
     x, out, x2, *sources = [one and Image(*one) for one in images]
     bias, emb, addend, gate, activation, factor = added
     implied = {
@@ -187,10 +188,15 @@ def problem_of(direction: str, images: tuple, weight: tuple, stride: Pair, paddi
     fusions = frozenset([name for name in (*wanted, *filter(implied.get, implied)) if isinstance(name, str)])
     skips = 2 if skip else 0  # sources of the skip path, then those of the norm
     return Problem(
-        direction, x, Weight(shape, *places), out, stride, padding, products, fusions, x2,
-        tuple(filter(None, sources[:skips])), Weight(*skip) if skip else None, tuple(filter(None, sources[skips:])),
+        direction, x, weight_of(*weight), out, stride, padding, products, fusions, x2,
+        tuple(filter(None, sources[:skips])), weight_of(*skip) if skip else None, tuple(filter(None, sources[skips:])),
         silu is None or silu, dilation, groups,
     )
+
+
+def linear_problem_of(direction: str, images: tuple, *fields: Any) -> Problem:
+    """The same of a linear layer, whose matrices (..., C) are described as images: see `image_shape`."""
+    return problem_of(direction, tuple([one and (image_shape(one[0]), *one[1:]) for one in images]), *fields)
 
 
 def image_shape(matrix: tuple[int, ...]) -> tuple[int, ...]:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from cudiff.backend import Array, float32, is_low
+from cudiff.cuda import tiles
 from cudiff.cuda.exchange import exchange_workspace
 from cudiff.cuda.kernels.convolution.plans_sm90 import (
     CHANNELS,
@@ -182,7 +186,7 @@ class Prepared:
 
 
 class Configured:
-    """The same with a plan: calls launch the kernel."""
+    """The same with a plan."""
 
     def __init__(self, ready: Prepared, chosen: Plan):
         pixels, cluster, rows, each, halos, weights, shared, together, images, whole_rows = chosen
@@ -191,7 +195,7 @@ class Configured:
         self.ready, self.plan = ready, chosen
         pitch = pitch_of(kernel[1], upsample, columns if whole_rows else 0)
         width = pitch if whole_rows else 8
-        self.result_box = 1, min(rows, pixels // 8 // cluster), width, chunk
+        result_box = 1, min(rows, pixels // 8 // cluster), width, chunk
         halo_box = (1, 1, pitch // 2, 2, chunk) if upsample else (1, rows + kernel[0] - 1, pitch, chunk)
 
         def form(image: Image | None, box: tuple[int, ...], images: tuple[int, ...] = ready.images,
@@ -199,15 +203,17 @@ class Configured:
             return None if image is None else image.form(box, images, **options)
 
         self.x, self.x2 = (form(image, halo_box, ready.read, twice=upsample) for image in (p.x, p.x2))
-        self.out, self.out2 = (form(image, self.result_box, operand=False) for image in (p.out, p.x2))
-        read, box = (p.skip, (1, rows, width, chunk)) if ready.skip else (p.norm if ready.norm else (), self.result_box)
+        self.out, self.out2 = (form(image, result_box, operand=False) for image in (p.out, p.x2))
+        read, box = (p.skip, (1, rows, width, chunk)) if ready.skip else (p.norm if ready.norm else (), result_box)
         self.sources = [form(image, box, operand=False) for image in (*read, p.out, p.out)[:2]]
         kind = moments(dtype) if ready.moments else Kind.PRODUCTS if ready.norm else None
         tiles = tiles_of((*ready.images, 0), rows, whole_rows) * cluster
         self.statistics = None if kind is None else (kind, (n, tiles, ready.outputs, kind.numbers))
-        self.parts = (each, pixels // 8, 128, 4) if together else None
+        self.parts, self.together = (each, pixels // 8, 128, 4) if together else None, max(1, together)
         fprop, spared = p.direction != DGRAD or ready.turns, spared_k_steps(ready.channels, dtype.itemsize)
-        self.last = ready.outputs % CHANNELS or CHANNELS if fprop else CHANNELS - 16 * spared  # rows of last weights
+        last = ready.outputs % CHANNELS or CHANNELS if fprop else CHANNELS - 16 * spared  # rows of last weights
+        self.weight = _weight_maps(p.weight.shape[::-1] if ready.turns else p.weight.shape, dtype, last)
+        self.skip_weight = _weight_maps((p.skip_weight or p.weight).shape, dtype, last)
         self.numbers = (
             n, height, columns, ready.channels, ready.outputs, kernel[1], ready.skip_channels, rows, halos, weights,
             p.x.shape[3], first[0].shape[3], p.skip[0].shape[3] if ready.skip else 0,
@@ -221,10 +227,10 @@ class Configured:
             SPARED=spared, STREAM_K=int(together > 0), IMAGES=images, WHOLE_ROWS=int(whole_rows),
         )
 
-    def __call__(self, given: Operands, weight: Array, addend: Array | None) -> ChannelStatistics | None:
+    def run(self, given: Operands, weight: Array, addend: Array | None) -> ChannelStatistics | None:
         ready, (x, _, out, (bias, emb, *_), x2, skip, norm, _) = self.ready, given
         x_map = x2_map = self.x.at(x.data.ptr)
-        weight_maps = skip_maps = _weight_maps(weight.data.ptr, weight.shape, weight.strides, weight.dtype, self.last)
+        weight_maps = skip_maps = self.weight(weight.data.ptr, weight.strides)
         first_map = second_map = out_map = out2_map = self.out.at(out.data.ptr)
         if x2 is not None and ready.p.direction == DGRAD:
             out2_map = self.out2.at(x2.data.ptr)
@@ -232,15 +238,12 @@ class Configured:
             x2_map = self.x2.at(x2.data.ptr)
         skip_bias, affine, groups, read = None, _NO_NORM, 1, None
         if skip is not None and ready.skip:
-            weight, skip_bias, read = skip.weight, skip.bias, skip[:2]
-            skip_maps = _weight_maps(weight.data.ptr, weight.shape, weight.strides, weight.dtype, self.last)
+            skip_bias, read = skip.bias, skip[:2]
+            skip_maps = self.skip_weight(skip.weight.data.ptr, skip.weight.strides)
         elif norm is not None and ready.norm:
             affine, groups, read = norm[3:], norm.mean.shape[1], norm[1:3]
         elif addend is not None:
-            if addend.shape[:3] != ready.images:
-                addend = addend.reshape(*ready.images, addend.shape[-1])
-            form = form_of(addend.shape, addend.dtype, self.result_box, operand=False, strides=addend.strides)
-            first_map = form.at(addend.data.ptr)
+            first_map = self.out.at(addend.data.ptr)
         if read is not None:
             first_map = self.sources[0].at(read[0].data.ptr)
             second_map = self.sources[1].at((out if read[1] is None else read[1]).data.ptr)
@@ -250,22 +253,27 @@ class Configured:
             statistics = ChannelStatistics(kind, empty(shape, float32))
         if self.parts is not None:
             parts, workspace = empty(self.parts, float32), exchange_workspace()
-        self.launch(
+        self.launch.run((
             x_map, x2_map, *weight_maps, out_map, out2_map, first_map, second_map, *skip_maps, bias, skip_bias, emb,
             None if statistics is None else statistics.sums, *affine, *self.numbers, groups, parts, workspace,
-            max(1, self.plan.together),
-        )
+            self.together,
+        ))
         return statistics
 
 
-@functools.lru_cache(maxsize=4096)
-def _weight_maps(pointer: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any, last: int) -> list[bytes]:
-    """Two maps, in boxes of 64 rows and of `last`, by one tap by a chunk of channels."""
+def _weight_maps(shape: tuple[int, ...], dtype: np.dtype, last: int) -> Callable[[int, tuple[int, ...]], list[bytes]]:
+    """A function of a weight's address and strides that returns its two maps, in boxes of 64 rows and of `last`, by one
+    tap by a chunk of channels."""
     k, rows, columns, c = shape
-    steps = strides[0], c * dtype.itemsize if rows == columns == 1 else strides[2], 0
-    forms = (form_of((k, rows * columns, c), dtype, (box, 1, ROW_BYTES // dtype.itemsize), strides=steps)
-             for box in (CHANNELS, last))
-    return [form.at(pointer) for form in forms]
+
+    @functools.lru_cache(maxsize=256)
+    def maps(pointer: int, strides: tuple[int, ...]) -> list[bytes]:
+        steps = strides[0], c * dtype.itemsize if rows == columns == 1 else strides[2], 0
+        forms = (form_of((k, rows * columns, c), dtype, (box, 1, ROW_BYTES // dtype.itemsize), strides=steps)
+                 for box in (CHANNELS, last))
+        return [form.at(pointer) for form in forms]
+
+    return maps
 
 
 _NO_NORM = (None,) * 6
@@ -281,11 +289,10 @@ def run(given: Operands, offer: Offer, p: Problem) -> ChannelStatistics | None:
         weight = turned(weight)
     if given.skip is not None and given.skip.weight.dtype != dtype:
         given = given._replace(skip=given.skip._replace(weight=given.skip.weight.astype(dtype)))
-    added_to = [addend] if addend is given.out else []
-    if addend is not None and addend.data.ptr % 16:
-        addend = addend.copy()  # TMA reads it
-
-    def launch_as(chosen: Plan) -> ChannelStatistics | None:
-        return (planned if chosen is planned.plan else Configured(ready, chosen))(given, weight, addend)
-
-    return plan.run(ready.problem, launch_as, added_to, chosen=planned.plan)
+    if addend is not None and addend.data.ptr % 16:  # TMA reads it
+        given.out[...] = addend.reshape(given.out.shape)
+        addend = given.out
+    if tiles.watch is None:
+        return planned.run(given, weight, addend)
+    return plan.run(ready.problem, lambda chosen: Configured(ready, chosen).run(given, weight, addend),
+                    [addend] if addend is given.out else [], chosen=planned.plan)

@@ -141,16 +141,16 @@ def fprop(given: Operands, stride: Pair, padding: Pair, dilation: Pair = (1, 1),
         return None
     fields = fields_of(FPROP, given, stride, padding, statistics and Fusion.STATISTICS, relu and Fusion.RELU,
                        upsample and Fusion.UPSAMPLE, dilation=dilation, groups=groups)
-    problem, chosen = CONVOLUTION.selected(problem_of, fields)
-    if Fusion.SKIP in chosen.left:
+    problem, (row, offer, left) = CONVOLUTION.selected(problem_of, fields)
+    if Fusion.SKIP in left:
         given = given._replace(skip=None, epilogue=given.epilogue._replace(addend=_skipped(given)))
         return fprop(given, stride, padding, statistics=statistics, relu=relu, upsample=upsample)
-    if Fusion.UPSAMPLE in chosen.left:
+    if Fusion.UPSAMPLE in left:
         x, _ = spread_windows(given.x, given.out.shape[1:3], TWICE, 1.0, None)
         return fprop(given._replace(x=x), stride, padding, statistics=statistics, relu=relu)
-    assert Fusion.CAST not in chosen.left
-    moments = chosen.row.run(given, chosen.offer, problem)
-    if Fusion.RELU in chosen.left:
+    assert Fusion.CAST not in left
+    moments = row.run(given, offer, problem)
+    if Fusion.RELU in left:
         relu_forward(given.out, given.out)
     return moments
 
@@ -159,9 +159,8 @@ def _skipped(given: Operands) -> Array:
     """The result (N, Ho, Wo, K) of the skip path, by a launch of its own."""
     skip = given.skip
     assert skip is not None
-    matrix = skip.weight.reshape(len(skip.weight), -1)
-    out = empty((1, skip.x.size // skip.x.shape[-1], len(matrix)), skip.x.dtype)
-    linear(FPROP, Operands(skip.x, matrix, out, Epilogue(skip.bias), skip.x2))
+    out = empty((1, skip.x.size // skip.x.shape[-1], len(skip.weight)), skip.x.dtype)
+    linear(FPROP, Operands(skip.x, skip.weight, out, Epilogue(skip.bias), skip.x2))
     return out.reshape(given.out.shape)
 
 
@@ -176,9 +175,9 @@ def dgrad(given: Operands, stride: Pair, padding: Pair, dilation: Pair = (1, 1),
     if given.out.size == 0:
         return None
     fields = fields_of(DGRAD, given, stride, padding, sums and Fusion.SUMS, dilation=dilation, groups=groups)
-    problem, chosen = CONVOLUTION.selected(problem_of, fields)
-    assert Fusion.CAST not in chosen.left
-    return chosen.row.run(given, chosen.offer, problem)
+    problem, (row, offer, left) = CONVOLUTION.selected(problem_of, fields)
+    assert Fusion.CAST not in left
+    return row.run(given, offer, problem)
 
 
 def wgrad(given: Operands, stride: Pair, padding: Pair, dilation: Pair = (1, 1), groups: int = 1, *,
@@ -190,12 +189,12 @@ def wgrad(given: Operands, stride: Pair, padding: Pair, dilation: Pair = (1, 1),
             given.weight.fill(0)
         return None
     fields = fields_of(WGRAD, given, stride, padding, upsample and Fusion.UPSAMPLE, dilation=dilation, groups=groups)
-    problem, chosen = CONVOLUTION.selected(problem_of, fields)
-    if Fusion.UPSAMPLE in chosen.left:
+    problem, (row, offer, left) = CONVOLUTION.selected(problem_of, fields)
+    if Fusion.UPSAMPLE in left:
         x, _ = spread_windows(given.x, given.out.shape[1:3], TWICE, 1.0, None)
         return wgrad(given._replace(x=x), stride, padding)
-    assert Fusion.CAST not in chosen.left
-    return chosen.row.run(given, chosen.offer, problem)
+    assert Fusion.CAST not in left
+    return row.run(given, offer, problem)
 
 
 def casts(x: tuple[int, ...], dtype: np.dtype, weight: tuple[int, ...], out_dtype: np.dtype, emb: bool) -> bool:

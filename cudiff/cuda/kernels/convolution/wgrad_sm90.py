@@ -128,11 +128,12 @@ def run(given: Operands, offer: Offer, p: Problem) -> None:
     read as upsampled. The offer's plan is `Prepared`. The gradient of 16-bit images may be deferred (see
     cudiff.cuda.deferred)."""
     ready: Prepared = offer.plan
+    if p.x.dtype == float32 or ready.pads:
+        x, out = _whole(given.x.reshape(p.x.shape)), _whole(given.out.reshape(p.out.shape))
+        given = given._replace(x=x, out=out)
     if p.x.dtype == float32:
-        wgrad_tf32(given.x, given.out, given.weight, given.add)
+        wgrad_tf32(x, out, given.weight, given.add)
         return
-    if ready.pads:
-        given = given._replace(x=_whole(given.x), out=_whole(given.out))
     if ready.chosen is not None:
         _configured(ready.chosen, ready)([given])
     else:
@@ -187,7 +188,7 @@ class Configured:
                 split,
             )
             outs.append(out)
-        self.launch(table + self.rest, *self.numbers)
+        self.launch.run((table + self.rest, *self.numbers))
         if self.sums > 1:
             for one, out in zip(batch, outs, strict=True):
                 add_parts(out, one.weight, one.add)
@@ -308,8 +309,8 @@ def _fit(whole_rows: bool, counts: Iterable[int], width: int, kernel_rows: int, 
 def wgrad_tf32(x: Array, dout: Array, dweight: Array, add: bool, splits: int = 0) -> None:
     """`run` of float32 images, rounded to tf32. splits: parts of the depth; 0 for as many as run at once."""
     x, dout = _whole(x), _whole(dout)
-    n, height, columns, _ = x.shape
-    outputs, taps, _, channels = dweight.shape
+    (n, height, columns, _), (outputs, *kernel, channels) = x.shape, dweight.shape
+    taps = kernel[0] if kernel else 1
     rows, across, stages, shared = fit_tf32(height, columns, channels, taps)
     width = width_of(columns, TF32_COLUMNS)
     pitch_x = _pitch(width, taps)

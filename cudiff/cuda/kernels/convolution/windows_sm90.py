@@ -193,7 +193,7 @@ def _run(given: Operands, part: Part, asked: tuple, chosen: Plan, p: Problem) ->
     x, weight = given.x, given.weight
     own = rows_of if matrix else lambda images: images[:, *part.pixels]
     out, addend = own(given.out), None if given.epilogue.addend is None else own(given.epilogue.addend)
-    epilogue = given.epilogue._replace(addend=addend, rows_per_image=math.prod(part.windows.size))
+    epilogue = Epilogue(*given.epilogue[:2], addend, math.prod(part.windows.size))
     more_in, more_out = (None, given.x2) if backward else (given.x2, None)
     more_out = None if more_out is None else own(more_out)
     if matrix:

@@ -73,15 +73,14 @@ def offer(p: Problem) -> Offer:
 
 
 def run(given: Operands, offer: Offer, p: Problem) -> None:
-    x, weight, out, epilogue, add = given.x, given.weight, given.out, given.epilogue, given.add
+    x, out, epilogue = rows_of(given.x), rows_of(given.out), given.epilogue
+    weight = given.weight.reshape(len(given.weight), -1)[None]
     if p.direction == FPROP:
-        multiply(rows_of(x), weight[None], rows_of(out), transpose_b=True, epilogue=epilogue)
+        multiply(x, weight, out, transpose_b=True, epilogue=epilogue)
     elif p.direction == DGRAD:
-        multiply(rows_of(x), weight[None], rows_of(out), epilogue=epilogue)
+        multiply(x, weight, out, epilogue=epilogue)
     else:
-        dweight = weight[None]
-        epilogue = Epilogue(addend=dweight if add else None)
-        multiply(rows_of(out), rows_of(x), dweight, transpose_a=True, epilogue=epilogue)
+        multiply(out, x, weight, transpose_a=True, epilogue=Epilogue(addend=weight if given.add else None))
 
 
 def microseconds(p: Product) -> float:

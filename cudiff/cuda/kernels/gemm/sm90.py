@@ -136,7 +136,7 @@ def run_product(a: Array, b: Array, out: Array, offer: Offer, p: Product) -> Non
 
 def run(given: Operands, offer: Offer, p: Problem) -> ChannelStatistics | None:
     """Returns the SUMS of dgrad's result if they are wanted, else None."""
-    x, weight, out = rows_of(given.x), given.weight[None], rows_of(given.out)
+    x, weight, out = rows_of(given.x), given.weight.reshape(len(given.weight), -1)[None], rows_of(given.out)
     if p.direction == WGRAD:
         a, b, result, a_mn, b_mn = out, x, weight, True, True
     else:
@@ -216,9 +216,9 @@ def multiply(a: Array, b: Array, out: Array, epilogue: Epilogue, a_mn: bool, b_m
     launch = _launch(plan, tiles if cluster > 1 else min(tiles, multiprocessors()), a.dtype, out.dtype, a_mn, b_mn,
                      windows is not None, addend is not None, activation, factor is not None, gate is not None,
                      aux is not None, sums is not None)
-    launch(*operands, own, *beside, bias, by_image, rows_per_image, floats, np.int64(pitch), int(add), rows, columns,
-           depth, batches, parts, split, columns if out2 is None else first_columns,
-           *itertools.chain(*(windows or _PIXELS)))
+    launch.run((*operands, own, *beside, bias, by_image, rows_per_image, floats, np.int64(pitch), int(add), rows,
+                columns, depth, batches, parts, split, columns if out2 is None else first_columns,
+                *itertools.chain(*(windows or _PIXELS))))
 
 
 @functools.lru_cache(maxsize=4096)

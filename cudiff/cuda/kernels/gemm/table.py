@@ -10,12 +10,11 @@ from cudiff.cuda.kernels.convolution.problem import (
     AFTERWARDS,
     DGRAD,
     FPROP,
-    WGRAD,
     Fusion,
     Operands,
     Problem,
     fields_of,
-    problem_of,
+    linear_problem_of,
 )
 from cudiff.cuda.kernels.elementwise import activate, multiply
 from cudiff.cuda.kernels.gated import add_gated
@@ -28,12 +27,6 @@ from cudiff.cuda.kernels.shape import fit
 from cudiff.cuda.launch import empty
 from cudiff.cuda.select import ANY, SM90, Offer, Row, Table
 from cudiff.statistics import ChannelStatistics
-
-
-def _as_convolution(given: Operands, offer: Offer, p: Problem) -> None:
-    x, out = given.x.reshape(p.x.shape), given.out.reshape(p.out.shape)  # of x2 the address alone is used
-    images = given._replace(x=x, weight=given.weight[:, None, None], out=out)
-    (wgrad_sm90 if p.direction == WGRAD else sm90).run(images, offer, p)
 
 
 def _offer_convolution(p: Problem) -> Offer | None:
@@ -61,10 +54,10 @@ LINEAR = Table(
         "of: add an addend; add a gated product; apply an activation and store its slope; multiply by a factor and "
         "write sums. May split the depth of a weight gradient; declines where the next rows are estimated to take less "
         "time"),
-    Row("conv2d_sm90", SM90, _offer_convolution, _as_convolution,
+    Row("conv2d_sm90", SM90, _offer_convolution, sm90.run,
         "output and input gradient of 16 bits or tf32 where 8 divides the rows, as a convolution; no embedding; two "
         "sources too of 16 bits, the first of whole 64 channels"),
-    Row("conv2d_wgrad_sm90, conv2d_wgrad_tf32_sm90", SM90, wgrad_sm90.offer, _as_convolution,
+    Row("conv2d_wgrad_sm90, conv2d_wgrad_tf32_sm90", SM90, wgrad_sm90.offer, wgrad_sm90.run,
         "weight gradient of the same, of any number of channels"),
     Row("shape.fit, channels, gemm_sm90", SM90,
         restated.offer_channels(portable.linear_microseconds, gemm_sm90.linear_microseconds), _run_channels,
@@ -109,20 +102,21 @@ def matmul(a: Array, b: Array, transpose_a: bool = False, transpose_b: bool = Fa
 
 
 def linear(direction: str, given: Operands, sums: bool = False) -> ChannelStatistics | None:
-    """A linear layer's matrix product, with weight (K, C) or its gradient. x2 is the second source, or None.
+    """A linear layer's matrix product, with weight (K, [1, 1,] C) or its gradient. x2: the second source, or None.
 
     FPROP: out (..., K) = concat(x, x2) (..., C) · weightᵀ, plus the epilogue. DGRAD: concat(out, x2) (..., C) =
     x (..., K) · weight, plus the epilogue. WGRAD: weight, float32, = or += outᵀ (K, ...) · concat(x, x2) (..., C).
     sums: whether to return the SUMS of a result that is multiplied by a factor; None where the kernel makes none.
     """
-    problem, chosen = LINEAR.selected(problem_of, fields_of(direction, given, (1, 1), (0, 0), sums and Fusion.SUMS))
-    if Fusion.SECOND_SOURCE in chosen.left:
+    fields = fields_of(direction, given, (1, 1), (0, 0), sums and Fusion.SUMS)
+    problem, (row, offer, left) = LINEAR.selected(linear_problem_of, fields)
+    if Fusion.SECOND_SOURCE in left:
         for half in _halves(direction, given):
             linear(direction, half)
-    elif chosen.left & AFTERWARDS:
+    elif left & AFTERWARDS:
         _and_then(direction, given)
     else:
-        return chosen.row.run(given, chosen.offer, problem)
+        return row.run(given, offer, problem)
     return None
 
 
@@ -146,7 +140,7 @@ def _halves(direction: str, given: Operands) -> tuple[Operands, Operands]:
     """The operands of the first source's product and of the second's. In FPROP the second adds to the first."""
     split = (given.out if direction == DGRAD else given.x).shape[-1]
     first, second = (given._replace(weight=columns, x2=None)
-                     for columns in (given.weight[:, :split], given.weight[:, split:]))
+                     for columns in (given.weight[..., :split], given.weight[..., split:]))
     if direction == DGRAD:
         return first, second._replace(out=given.x2)
     second = second._replace(x=given.x2)

@@ -25,10 +25,12 @@ def _stream_bytes() -> int:
     return (16 if shared_memory() > 64 << 10 else 8) * 16 * 256
 
 
-def _adds_itself(tiles: int, of_group: int) -> bool:
-    """Whether every block of a pass adds up the sums of its groups itself; else a launch before does. In the
-    forward that took 0.7 µs more of 2 images of 8 x 8 with 3,072 channels on an H200, and 1.1 less of 2 images of
-    64 x 64 with 2,304 channels and 32 tiles."""
+@functools.cache
+def _adds_itself(of_group: int, *of_sources: int) -> bool:
+    """Whether every block of a pass adds up the sums of its groups, of so many channels, itself; else a launch before
+    does. of_sources: tiles of an image of each source. In the forward that took 0.7 µs more of 2 images of 8 x 8 with
+    3,072 channels on an H200, and 1.1 less of 2 images of 64 x 64 with 2,304 channels and 32 tiles."""
+    tiles = max(of_sources)
     return tiles <= _FEW_TILES and max(2, tiles) * of_group <= _FEW_SUMS
 
 
@@ -61,12 +63,12 @@ class ForwardPasses:
         sums = _statistics_of(given, p)
         statistics: tuple = (None, None)
         found: tuple = (mean, rstd)
-        adds = _adds_itself(max(sums[2], sums[5]), self.of_group)
+        adds = _adds_itself(self.of_group, sums[2], sums[5])
         if not adds:
-            self.finish(*sums, p.channels1, p.channels2, *found, p.groups, self.few, self.share, eps)
+            self.finish.run((*sums, p.channels1, p.channels2, *found, p.groups, self.few, self.share, eps))
             sums, statistics, found = (None, False, 0) * 2, found, statistics
-        self.normalize[adds](y, x, x2, weight, bias, scale, shift, *statistics, *self.sizes, silu, *sums, *found,
-                             self.share, eps)
+        self.normalize[adds].run((y, x, x2, weight, bias, scale, shift, *statistics, *self.sizes, silu, *sums, *found,
+                                  self.share, eps))
 
 
 def offer_forward(p: Problem) -> Offer | None:
@@ -86,9 +88,10 @@ def _statistics_of(given: Forward, p: Problem) -> tuple:
             statistics = empty_statistics(CENTRED, p.images, tiles, width)
             launch("group_norm", "statistics", (p.images * tiles, chunks), 256,
                    (source, statistics.sums, p.pixels, width, tiles, across), **constants)
-        operands += [None, False, 0] if statistics is None else [
-            statistics.sums, statistics.kind is CENTRED, statistics.tiles
-        ]
+        if statistics is None:
+            operands += None, False, 0
+        else:
+            operands += statistics.sums, statistics.kind is CENTRED, statistics.tiles
     return tuple(operands)
 
 
@@ -115,10 +118,10 @@ class BackwardPasses:
         activation = _SILU_DONE if given.silu and statistics is not None else int(given.silu)
         if statistics is None:
             statistics = empty_statistics(PRODUCTS, p.images, self.tiles, p.channels)
-            self.sum(statistics.sums, given.dy, given.x, given.x2, *affine, *sizes, given.silu)
+            self.sum.run((statistics.sums, given.dy, given.x, given.x2, *affine, *sizes, given.silu))
         means, sums, count = None, statistics.sums, statistics.tiles
         applies = given.needs[0] or given.needs[1] or given.y is not None
-        adds = applies and _adds_itself(count, of_group)
+        adds = applies and _adds_itself(of_group, count)
         if not adds:
             means = empty((p.images, p.groups, 2), float32)
             few = max(1, min(p.groups, 256 // (of_group * blocks(count, 16))))  # groups for a block: 16 tiles a thread
@@ -127,8 +130,8 @@ class BackwardPasses:
                    8 * (256 + few * of_group), **p.constants)
             sums = None
         if applies:
-            self.input_gradients[adds](*given.dx, *given.dx2, given.y, *own_sums, means, sums, count, *modulation,
-                                       given.dy, given.x, given.x2, *affine, *sizes, activation)
+            self.input_gradients[adds].run((*given.dx, *given.dx2, given.y, *own_sums, means, sums, count, *modulation,
+                                            given.dy, given.x, given.x2, *affine, *sizes, activation))
         affine_gradients(totals, given.dweight, given.dbias)
 
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cudiff.backend import Array, float32
+from cudiff.cuda import tiles
 from cudiff.cuda.device import multiprocessors
 from cudiff.cuda.exchange import exchange_workspace
 from cudiff.cuda.kernels.norm.portable import affine_gradients
@@ -212,12 +213,13 @@ class ClusterLaunch:
     def __call__(self, given: Forward) -> None:
         y, mean, rstd, x, x2, weight, bias, scale, shift, _, eps, silu = given
         maps = self.x.at(x.data.ptr), self.x2.at((x if x2 is None else x2).data.ptr)
-        self.launch(*maps, y, mean, rstd, weight, bias, scale, shift, *self.sizes, silu, self.plan.kept, self.share,
-                    eps)
+        self.launch.run((*maps, y, mean, rstd, weight, bias, scale, shift, *self.sizes, silu, self.plan.kept,
+                         self.share, eps))
 
     def run(self, given: Forward) -> None:
-        FORWARD.run(self.problem, lambda plan: (self if plan is self.plan else ClusterLaunch(self.p, plan))(given),
-                    chosen=self.plan)
+        if tiles.watch is None:
+            return self(given)
+        return FORWARD.run(self.problem, lambda plan: ClusterLaunch(self.p, plan)(given), chosen=self.plan)
 
 
 def offer_forward(p: Problem) -> Offer | None:
@@ -251,17 +253,17 @@ class SharedLaunch:
         totals = empty((p.images, p.channels, 2), float32) if weights and not self.adding else None
         workspace = exchange_workspace() if (weights and self.adding) or plan.parts > 1 else None
         second = self.x2.at((x if x2 is None else x2).data.ptr)
-        self.launches[weights](
+        self.launches[weights].run((
             self.x.at(x.data.ptr), second, self.dy.at(dy.data.ptr), x, x2, dy, *given.dx, *given.dx2,
             given.y, *own_sums, totals, *given.dscale, *given.dshift, *given.dweight, *given.dbias, *given.affine,
             workspace, *self.sizes, given.silu, plan.parts, plan.kept,
-        )
+        ))
         return totals
 
     def run(self, given: Backward) -> None:
-        totals = BACKWARD.run(
-            self.problem, lambda plan: (self if plan is self.plan else SharedLaunch(self.p, plan))(given),
-            given.added_to(), lambda plan: plan.adding(self.p.images, self.p.channels) > 0, self.plan,
+        totals = self(given) if tiles.watch is None else BACKWARD.run(
+            self.problem, lambda plan: SharedLaunch(self.p, plan)(given), given.added_to(),
+            lambda plan: plan.adding(self.p.images, self.p.channels) > 0, self.plan,
         )
         if totals is not None:
             affine_gradients(totals, given.dweight, given.dbias)
