@@ -128,9 +128,7 @@ class Function:
                     f"{cls.__name__}'s forward returned {described(result)}: return an array on {device}, or a tuple "
                     f"of arrays"
                 )
-            # On CUDA what is no view is contiguous; flags take longer.
-            as_it_is = cls.own and type(result) is kind and (
-                (result.base is None and device == "cuda") or result.flags.c_contiguous)  # type: ignore[union-attr]
+            as_it_is = cls.own and type(result) is kind and result.flags.c_contiguous  # type: ignore[union-attr]
             outs.append(Tensor._of(result) if as_it_is else Tensor(result))
         outs[0].statistics = ctx.out_statistics
         if cls.shares_memory and inputs[0] is not None and outs[0].data.base is not None:

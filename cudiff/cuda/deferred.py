@@ -196,5 +196,6 @@ def enqueue(launch_type: LaunchType, arguments: Any, out: Array, reads: Sequence
     if queue is None:
         _run(launch_type, [arguments])
     else:
+        assert out.dtype == float32  # see `Queue.before_read`
         ranges = tuple(map(_range_of, reads)) if reads else ()
         queue.enqueue((launch_type, group), (arguments, _range_of(out), ranges, held))
