@@ -185,7 +185,7 @@ def group_norm(x: Tensor, weight: Tensor, bias: Tensor, num_groups: int = 32, ep
     for integers. Source: Wu and He, Group Normalization, 2018.
     """
     given = x, x2, weight, bias, scale, shift
-    _check(num_groups, *[(None, None) if t is None else (t._data.shape, t._data.dtype) for t in given])
+    _check(num_groups, *[(None, None) if t is None else (t.shape, t.dtype) for t in given])
     return GroupNorm.apply(x, x2, *as_wide(*given[2:]), num_groups=num_groups, eps=eps, silu=silu)
 
 
