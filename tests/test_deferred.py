@@ -141,6 +141,16 @@ def test_columns_of_a_matrix_lie_side_by_side(launch_type, done, other, shared):
         assert bool(done) is shared
 
 
+def test_a_range_behind_one_that_is_apart_counts(launch_type, done):
+    """Columns 0 to 39 of a matrix are pending, and 41 to 44 of its later rows: 41 to 60 are asked for."""
+    with deferred() as queue:
+        enqueue(launch_type, 1, rows(1000, 3, 40, 100), group="a")
+        enqueue(launch_type, 2, rows(1141, 2, 4, 100), group="b")
+        assert done == []
+        queue.before_read(rows(1041, 3, 20, 100))
+        assert len(done) == 2
+
+
 def test_a_launch_may_enqueue_others_of_a_higher_rank(launch_type, done):
     sums = LaunchType(done.append, max_batch=3, max_bytes=100, rank=1)
     parts = LaunchType(

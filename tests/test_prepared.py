@@ -1,6 +1,8 @@
 """What is prepared once for a problem serves no other: launches are those of a process that had made none before."""
 
+import gc
 import struct
+import weakref
 from functools import partial
 from types import SimpleNamespace
 
@@ -10,7 +12,8 @@ import pytest
 from cudiff.backend import bfloat16, float32
 from cudiff.cuda import select
 from cudiff.cuda.kernels.attention.problem import Heads
-from cudiff.ops.attention import attention_qkv
+from cudiff.ops.attention import _heads, attention_qkv
+from cudiff.ops.conv2d import conv2d
 from cudiff.ops.dropout import dropout
 from cudiff.ops.group_norm import group_norm
 from cudiff.ops.matmul import linear
@@ -124,3 +127,45 @@ def test_gpus_of_one_name_with_other_multiprocessors(host_of, monkeypatch):
         norm(host, shape=(16, 64, 64, 64))
     assert {at for at, _ in grids} == {0, 1} and len(set(grids)) == 2
     assert all(grid[0] <= (132, 66)[at] for at, grid in grids)
+
+
+@pytest.mark.parametrize("count", [np.int64(4), np.uint8(4), 4])
+def test_a_number_of_numpys_is_taken_as_pythons(host_of, count):
+    """Kernels take Python's, and a choice that held another would be found again under an equal key."""
+    host = host_of(True)
+    norm(host, groups=count)
+    for dtype in (bfloat16, float32):
+        units(host, dtype=dtype, num_groups=count)
+        qkv = tensor(host, 2, 16, 16, 384, dtype=dtype)
+        attention_qkv(qkv, num_heads=count).backward(tensor(host, 2, 16, 16, 128, dtype=dtype).data)
+    norm(host, groups=4)
+
+
+@pytest.mark.parametrize("outputs", [1, 2])
+@pytest.mark.parametrize("sizes", [(64, 64), (64, 8), (32, 32)])
+def test_the_columns_of_a_weight_are_no_contiguous_weight(host_of, outputs, sizes):
+    """Of one output too, whose own stride tells nothing: the stand-in refuses a view where a kernel reads an array."""
+    host = host_of(True)
+    x, x2 = (tensor(host, 1, 8, 8, channels) for channels in sizes)
+    out = norm_silu_conv2d(x, x2, weight=tensor(host, outputs, 3, 3, sum(sizes)))
+    out.backward(tensor(host, 1, 8, 8, outputs).data)
+
+
+def test_taps_of_one_column_are_told_by_the_stride_of_their_rows(host_of):
+    """A weight (K, 3, 1, C) that was transposed may have any stride along its axis of one."""
+    host, found = host_of(True), []
+    host.watch = lambda launch: found.append(launch.args) if launch.stem == "conv2d_sm90" else None
+    weight = host.empty((64, 1, 3, 64), np.dtype(bfloat16)).transpose(0, 2, 1, 3)
+    for own in (weight, weight.copy()):
+        conv2d(tensor(host, 2, 8, 8, 64), Tensor(own), padding=(1, 0))
+    own, copied = ([decode(struct.unpack("=16Q", args[at]))[1:] for at in (2, 3)] for args in found)
+    assert own == copied
+
+
+def test_heads_keep_their_array(host_of):
+    array = host_of(True).empty((2, 16, 96), np.dtype(bfloat16))
+    kept = weakref.ref(array)
+    q, *_ = [part[1:] for part in _heads(array, 2, False)]
+    del array, _
+    gc.collect()
+    assert kept() is not None and q.shape == (1, 16, 2, 16)

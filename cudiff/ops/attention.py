@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from typing import Any
 
 import numpy as np
@@ -195,7 +196,7 @@ def attention_qkv(qkv: Tensor, num_heads: int, new_order: bool = False, mask: An
     The channels are [head][q, k, v][D], guided-diffusion's legacy order, or, with new_order (its
     `use_new_attention_order`), [q, k, v][head][D]. Otherwise as `attention`.
     """
-    shape = qkv.shape
+    shape, num_heads = qkv.shape, operator.index(num_heads)  # kernels take Python's numbers
     if len(shape) < 3 or num_heads < 1 or shape[-1] % (3 * num_heads) != 0 or 0 in shape:
         raise ValueError(f"attention_qkv takes (N, ..., 3C) with C a multiple of {num_heads} heads; got {shape}")
     n, *tokens, channels = shape

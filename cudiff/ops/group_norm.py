@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 
 import numpy as np
 
@@ -184,7 +185,7 @@ def group_norm(x: Tensor, weight: Tensor, bias: Tensor, num_groups: int = 32, ep
     shift (N, C), read as float32 where x is float32 or 16-bit. Raises ValueError where shapes do not agree, TypeError
     for integers. Source: Wu and He, Group Normalization, 2018.
     """
-    given = x, x2, weight, bias, scale, shift
+    given, num_groups = (x, x2, weight, bias, scale, shift), operator.index(num_groups)  # kernels take Python's numbers
     _check(num_groups, *[(None, None) if t is None else (t.shape, t.dtype) for t in given])
     return GroupNorm.apply(x, x2, *as_wide(*given[2:]), num_groups=num_groups, eps=eps, silu=silu)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from operator import attrgetter
+from operator import attrgetter, index
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -236,7 +236,7 @@ def norm_silu_conv2d(x: Tensor, x2: Tensor | None = None, *, weight: Tensor, bia
     own = dtype = x._data.dtype if dtype is None else np.dtype(dtype)
     if not _reads_as_they_are(kinds, dtype, num_groups, upsample):
         given, own = _converted(Inputs(*given), dtype, upsample)
-    out = NormSiluConv2d.apply(*given, num_groups=num_groups, eps=eps, silu=silu, upsample=upsample, relu=relu,
+    out = NormSiluConv2d.apply(*given, num_groups=index(num_groups), eps=eps, silu=silu, upsample=upsample, relu=relu,
                                statistics=statistics, dtype=own)
     return out if own == dtype else astype(out, dtype)
 

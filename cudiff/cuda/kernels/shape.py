@@ -184,7 +184,7 @@ def turned(weight: Array) -> Array:
     gradient of a convolution's input."""
     outputs, rows, columns, channels = weight.shape if weight.ndim == 4 else (len(weight), 1, 1, weight.shape[1])
     out = empty((channels, rows, columns, outputs), weight.dtype)
-    of_tap = weight.strides[2] if rows * columns > 1 else 0
+    of_tap = weight.strides[2 if columns > 1 else 1] if rows * columns > 1 else 0
     pitches = [np.int64(stride // weight.itemsize) for stride in (weight.strides[0], of_tap)]
     launch(
         "shape", "turn", (blocks(channels, 32), blocks(outputs, 32), rows * columns), (32, 8),

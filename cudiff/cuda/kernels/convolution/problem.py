@@ -162,14 +162,18 @@ def fields_of(direction: str, given: Operands, stride: Pair = (1, 1), padding: P
 
 
 def _weight(array: Array) -> tuple[tuple[int, ...], int, np.dtype, bool]:
-    """What `weight_of` makes a Weight of. The array's rows are contiguous, maybe slices of longer rows."""
-    return array.shape, array.strides[0], array.dtype, array.data.ptr % 16 == 0
+    """What `weight_of` makes a Weight of. The array's rows are contiguous, maybe slices of longer rows, or those of its
+    taps are. The stride of a single row may be anything, as DLPack gives it."""
+    shape, pitch = array.shape, array.strides[0]
+    if shape[0] == 1 and array.flags.c_contiguous:
+        pitch = array.nbytes
+    return shape, pitch, array.dtype, array.data.ptr % 16 == 0
 
 
 def weight_of(shape: tuple[int, ...], pitch: int, dtype: np.dtype, aligned: bool) -> Weight:
     """A weight of this shape. pitch: bytes from one row to the next. aligned: whether it starts at a multiple of 16."""
     k, *taps, c = shape
-    whole = k == 1 or pitch == math.prod(shape[1:]) * dtype.itemsize  # the stride of a single row may be anything
+    whole = pitch == math.prod(shape[1:]) * dtype.itemsize
     rows_aligned = aligned and c * dtype.itemsize % 16 == pitch % 16 == 0
     return Weight((k, *(taps or (1, 1)), c), rows_aligned, whole)
 

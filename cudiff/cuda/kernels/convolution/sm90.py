@@ -268,7 +268,7 @@ def _weight_maps(shape: tuple[int, ...], dtype: np.dtype, last: int) -> Callable
 
     @functools.lru_cache(maxsize=256)
     def maps(pointer: int, strides: tuple[int, ...]) -> list[bytes]:
-        steps = strides[0], c * dtype.itemsize if rows == columns == 1 else strides[2], 0
+        steps = strides[0], strides[2 if columns > 1 else 1] if rows * columns > 1 else c * dtype.itemsize, 0
         forms = (form_of((k, rows * columns, c), dtype, (box, 1, ROW_BYTES // dtype.itemsize), strides=steps)
                  for box in (CHANNELS, last))
         return [form.at(pointer) for form in forms]
