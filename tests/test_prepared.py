@@ -164,8 +164,8 @@ def test_taps_of_one_column_are_told_by_the_stride_of_their_rows(host_of):
 
 def test_heads_keep_their_array(host_of):
     array = host_of(True).empty((2, 16, 96), np.dtype(bfloat16))
-    kept = weakref.ref(array)
+    reference = weakref.ref(array)
     q, *_ = [part[1:] for part in _heads(array, 2, False)]
     del array, _
     gc.collect()
-    assert kept() is not None and q.shape == (1, 16, 2, 16)
+    assert reference() is not None and q.shape == (1, 16, 2, 16)

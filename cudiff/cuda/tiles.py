@@ -78,7 +78,8 @@ class Planner(Generic[P]):
 
         added_to: arrays that the launch adds to, or reads before it overwrites them. leaves(plan): what a plan computes
         beside the result, for which other plans need another launch. Tuning compares only plans that agree in it.
-        Where no `watch` is told, a prepared launch is made without this: `launch` takes longer to make than to call.
+        Where nothing watches, prepared launches run without this: to make the function `launch` takes longer than to
+        call it.
         """
         if watch is not None:
             watch(self, problem, launch, added_to, leaves)

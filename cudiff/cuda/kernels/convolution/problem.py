@@ -162,8 +162,8 @@ def fields_of(direction: str, given: Operands, stride: Pair = (1, 1), padding: P
 
 
 def _weight(array: Array) -> tuple[tuple[int, ...], int, np.dtype, bool]:
-    """What `weight_of` makes a Weight of. The array's rows are contiguous, maybe slices of longer rows, or those of its
-    taps are. The stride of a single row may be anything, as DLPack gives it."""
+    """What `weight_of` makes a Weight of. The channels of each tap are contiguous. Rows may be slices of longer ones.
+    The stride of a single row may be anything, as DLPack gives it."""
     shape, pitch = array.shape, array.strides[0]
     if shape[0] == 1 and array.flags.c_contiguous:
         pitch = array.nbytes

@@ -135,11 +135,11 @@ def _skip_gains(p: Problem, skip: int) -> bool:
     """Whether one launch is estimated to take no longer than two, the second of which reads the first one's result."""
     images, outputs, itemsize = p.out.shape[:3], p.out.shape[3], p.x.dtype.itemsize
     rows, upsample = math.prod(images), Fusion.UPSAMPLE in p.wanted
-    one, two = (plan.estimate((*images, p.x.shape[3]), outputs, p.kernel, itemsize, path, upsample)
-                for path in (skip, 0))
+    together, alone = (plan.estimate((*images, p.x.shape[3]), outputs, p.kernel, itemsize, more, upsample)
+                       for more in (skip, 0))
     path = min(plan.estimate((*full_tiles(images, apart=False), skip), outputs, (1, 1), itemsize, 0, False),
                product_plan.estimate(rows, outputs, skip, True))
-    return one <= two + path + rows * outputs * itemsize / 9e6
+    return together <= alone + path + rows * outputs * itemsize / 9e6
 
 
 def full_tiles(images: tuple[int, ...], apart: bool) -> tuple[int, int, int]:
