@@ -1,6 +1,7 @@
 """The benchmark: its baselines give cudiff's losses, gradients and outputs from its weights; its time and options."""
 
 import ast
+import contextlib
 import itertools
 import json
 import os
@@ -26,6 +27,7 @@ from cudiff.config import PRESETS
 from cudiff.cuda.kernels.convolution import few_channels, portable, sm90, wgrad_sm90
 from cudiff.cuda.kernels.convolution.problem import DGRAD, FPROP, WGRAD, Operands, Skip
 from cudiff.cuda.kernels.gemm import matmul
+from cudiff.cuda.launch import launches
 from cudiff.data.dataset import Dataset
 from cudiff.models import build
 from cudiff.models.cnn import CNN
@@ -33,9 +35,9 @@ from cudiff.pipeline import Pipeline
 from cudiff.tensor import Tensor, no_grad
 from cudiff.train import Trainer
 from examples import bench
-from examples.benchmark import baselines, networks
+from examples.benchmark import baselines, networks, profile
 from examples.benchmark.measure import Report, Row
-from examples.benchmark.profile import flops_of, size_of
+from examples.benchmark.profile import flops_of, launches_of, size_of
 from tests.check import problem_of, relative_error
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -395,6 +397,32 @@ def test_the_profile_counts_the_bytes_of_an_update():
     args = (data, grad, first, second, compute_copy, ema, None, np.int64(64), 0.1)
     assert size_of("optim", "adam", args) == 64 * (4 * 4 * 2 + 4 + 2)
     assert size_of("elementwise", "add", (data, grad, data, 64)) == 64 * 4 * 2
+
+
+@pytest.mark.gpu
+def test_a_profile_has_every_launch_of_a_step_and_can_repeat_it(monkeypatch, rng):
+    """Those of launches that were made ready and those that were not."""
+    if os.environ.get("CUDIFF_EMULATE"):  # it has no pool, whose memory the profile would keep
+        pool, using_allocator = SimpleNamespace(malloc=None), lambda allocate: contextlib.nullcontext()
+        monkeypatch.setattr(profile, "cupy", SimpleNamespace(
+            get_default_memory_pool=lambda: pool, cuda=SimpleNamespace(using_allocator=using_allocator)))
+    x, weight, one = (Tensor(rng.standard_normal(shape).astype(bfloat16), device="cuda")
+                      for shape in ((2, 8, 8, 16), (16, 3, 3, 16), (16,)))
+    norm = dict(norm_weight=one, norm_bias=one, num_groups=4)
+    outs = []
+
+    def step():
+        outs.append(ops.norm_silu_conv2d(x, weight=weight, **norm).sum())
+
+    step()  # compiles
+    before = launches()
+    step()
+    kept, first = launches_of(step), outs[-1].numpy()
+    assert len(kept) == (launches() - before) / 2
+    outs[-1].data.fill(0)
+    for one_launch in kept:
+        one_launch.run()
+    assert first == outs[-1].numpy() != 0
 
 
 @pytest.mark.parametrize("arguments, message", [

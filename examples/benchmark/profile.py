@@ -96,8 +96,8 @@ def launches_of(step: Callable[[], object]) -> list[Launch]:
         tile = "x".join(str(constants[key]) for key in ("BM", "BN") if key in constants)
         label = " ".join(filter(None, (stem if stem == name else f"{stem}.{name}", constants.get("PASS"), tile)))
 
-        def call(grid: tuple, block: tuple, args: tuple, **options: Any) -> None:
-            run = partial(function, grid, block, args, **options)
+        def call(grid: tuple, block: tuple, args: tuple, *options: Any, **named: Any) -> None:
+            run = partial(function, grid, block, args, *options, **named)
             args = tuple(arg.data if isinstance(arg, Tensor) else arg for arg in args)
             values = tuple(arg.shape if getattr(arg, "shape", None) else arg for arg in args)
             flops = flops_of(stem, name, grid, args, constants)
