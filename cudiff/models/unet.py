@@ -132,16 +132,11 @@ class ResBlock(Module):
     def _out(self, h: Tensor, x: Tensor, x2: Tensor | None, scale: Tensor | None, shift: Tensor | None) -> Tensor:
         norm, _, dropout, conv = self.out_layers
         skip = self.skip_connection
-        if dropout.p > 0 and self.training:
-            h, norm_weight, norm_bias = dropout(norm(h, silu=True, scale=scale, shift=shift)), None, None
-            scale = shift = None
-        else:
-            norm_weight, norm_bias = norm.weight, norm.bias
         if skip is None:
             x2 = None
         return ops.norm_silu_conv2d(
-            h, norm_weight=norm_weight, norm_bias=norm_bias, weight=conv.weight, bias=conv.bias,
-            scale=scale, shift=shift, num_groups=norm.num_groups, eps=norm.eps,
+            h, norm_weight=norm.weight, norm_bias=norm.bias, weight=conv.weight, bias=conv.bias,
+            scale=scale, shift=shift, num_groups=norm.num_groups, eps=norm.eps, dropout=dropout.draw(h.device),
             residual=x, residual2=x2, skip_weight=None if skip is None else skip.weight,
             skip_bias=None if skip is None else skip.bias,
         )

@@ -242,11 +242,13 @@ class Dropout(Module):
         if self.p == 0 or not self.training:
             return x
         x = as_input(x)
-        generator, stream = repeated(partial(self._draw, x.device))
-        out = ops.dropout(x, self.p, generator, stream)
-        if generator is self._own:
-            generator.advance()
-        return out
+        return ops.dropout(x, self.p, *repeated(partial(self._draw, x.device)))
+
+    def draw(self, device: str) -> tuple[float, ops.Generator, int] | None:
+        """What `ops.dropout` takes for the next mask, for an operation that drops itself; None where none is due."""
+        if self.p == 0 or not self.training:
+            return None
+        return self.p, *repeated(partial(self._draw, device))
 
     def _draw(self, device: str) -> tuple[ops.Generator, int]:
         """The generator and the stream of the next mask."""
@@ -255,9 +257,9 @@ class Dropout(Module):
         calls = (calls + 1) % 2**16 if moves == generator.moves else 0
         self._last[:] = generator.moves, calls
         stream = self.stream + (calls << 16)
-        if not inside():
+        if generator is not self._own and not inside():
             return generator, stream
-        frozen = generator.frozen()  # backward asks for the mask again
+        frozen = generator.frozen()  # a recomputed part asks for the mask again
         if generator is self._own:
             generator.advance()
         return frozen, stream

@@ -15,6 +15,7 @@ from cudiff.cuda.kernels.convolution.problem import DGRAD, WGRAD, Norm, Operands
 from cudiff.cuda.kernels.gemm.product import Epilogue, as_float32
 from cudiff.cuda.kernels.gemm.table import linear as linear_cuda
 from cudiff.cuda.kernels.norm import table as norms
+from cudiff.cuda.kernels.norm.problem import NO_DROPOUT
 from cudiff.cuda.kernels.pool import TWICE, sum_windows
 from cudiff.cuda.kernels.shape import at_16_bytes
 from cudiff.cuda.launch import empty
@@ -23,9 +24,12 @@ from cudiff.function import Function
 from cudiff.ops import elementwise
 from cudiff.ops.cast import as_wide, astype, require_float_dtypes
 from cudiff.ops.conv2d import check_bias, conv2d, out_size
+from cudiff.ops.dropout import check_p, dropout_of
+from cudiff.ops.dropout import dropout as drop
 from cudiff.ops.group_norm import check_norm, group_norm
 from cudiff.ops.matmul import linear
 from cudiff.ops.pool import upsample_nearest
+from cudiff.ops.random import Generator
 from cudiff.ops.reduce import sum_array, sum_rows_cuda
 from cudiff.ops.shape import concatenate, reshape
 from cudiff.statistics import Kind
@@ -35,11 +39,13 @@ __all__ = ["norm_silu_conv2d"]
 
 
 def unfused(x, x2, norm_weight, norm_bias, scale, shift, weight, bias, emb, residual, residual2, skip_weight, skip_bias,
-            num_groups, eps, silu, upsample, relu, statistics, dtype):
+            num_groups, eps, silu, upsample, relu, statistics, dtype, dropout):
     """`norm_silu_conv2d` by separate operations."""
     h = x if x2 is None else concatenate([x, x2], axis=3)
     if norm_weight is not None:
         h = group_norm(h, norm_weight, norm_bias, num_groups, eps, silu, scale, shift)
+    if dropout is not None:
+        h = drop(h, *dropout)
     if upsample:
         h = upsample_nearest(h, 2)
     out = linear(h, weight, bias) if weight.ndim == 2 else conv2d(h, weight, bias, padding=weight.shape[1] // 2)
@@ -91,11 +97,13 @@ class NormSiluConv2d(Function):
 
     @staticmethod
     def forward_cuda(ctx, x, x2, norm_weight, norm_bias, scale, shift, weight, bias, emb, residual, residual2,
-                     skip_weight, skip_bias, num_groups, eps, silu, upsample, relu, statistics, dtype):
+                     skip_weight, skip_bias, num_groups, eps, silu, upsample, relu, statistics, dtype, dropout):
         h, h2, addend, skip, norm, kernel = x, None, residual, None, None, weight.shape[1:-1] or (1, 1)
+        shape = *x.shape[:3], weight.shape[-1]
+        ctx.dropout = NO_DROPOUT if dropout is None else dropout_of(shape, *dropout)
         if norm_weight is not None:
             h, mean, rstd = norms.forward(x, x2, norm_weight, norm_bias, num_groups, eps, silu, scale, shift,
-                                          ctx.statistics[:2])
+                                          ctx.statistics[:2], ctx.dropout)
             norm = Norm(silu, x, x2, norm_weight, norm_bias, scale, shift, mean, rstd)
         elif x2 is not None:
             h2 = x2  # read in place
@@ -175,7 +183,7 @@ def _input_gradients(ctx: Any, dout: Array, weight: Array, needs: tuple, into: t
     slot = into[0] if ctx.norm is None else None
     mixed, sums_wanted = dout.dtype != ctx.dtype, ctx.norm is None and not ctx.upsample
     out, addend = gradient_sum(None if ctx.upsample or mixed else slot, ctx.shape, ctx.dtype)
-    given = Operands(dout, weight, out, norm=None if ctx.upsample else ctx.norm)
+    given = Operands(dout, weight, out, norm=None if ctx.upsample or ctx.dropout.mask is not None else ctx.norm)
     if addend is not None:
         given = given._replace(epilogue=Epilogue(addend=addend))
     statistics = table.dgrad(given, (1, 1), ctx.padding, sums=sums_wanted)
@@ -189,6 +197,7 @@ def _input_gradients(ctx: Any, dout: Array, weight: Array, needs: tuple, into: t
     grads[:NORM] = norms.backward(  # x and x2 are the first inputs of both operations, so their statistics are too
         out, x, x2, norm_weight, norm_bias, mean, rstd, silu, scale, shift, needs=needs[:NORM], into=into[:NORM],
         y=ctx.h_recomputed, din_statistics=ctx.din_statistics, statistics=statistics,
+        dropout=ctx.dropout,
     )
 
 
@@ -215,29 +224,35 @@ def norm_silu_conv2d(x: Tensor, x2: Tensor | None = None, *, weight: Tensor, bia
                      shift: Tensor | None = None, emb: Tensor | None = None, residual: Tensor | None = None,
                      residual2: Tensor | None = None, skip_weight: Tensor | None = None,
                      skip_bias: Tensor | None = None, num_groups: int = 32, eps: float = 1e-5, silu: bool = True,
-                     upsample: bool = False, relu: bool = False, statistics: bool = True, dtype: Any = None) -> Tensor:
+                     upsample: bool = False, relu: bool = False, statistics: bool = True, dtype: Any = None,
+                     dropout: tuple[float, Generator, int] | None = None) -> Tensor:
     """The unit of the U-Net: group norm, SiLU and convolution of concat(x, x2), plus an embedding and a skip path.
 
     h = silu(group_norm(concat(x, x2)) · (1 + scale) + shift) where norm_weight is given, without SiLU unless `silu`;
-    else concat(x, x2). Twice as high and wide where `upsample`. out = conv2d(h, weight, bias, padding=R // 2)
-    + emb[:, None, None, :], plus residual, or conv2d(concat(residual, residual2), skip_weight, skip_bias) where
-    skip_weight is given; ReLU if `relu`.
+    else concat(x, x2). Dropout of h where `dropout` is given; twice as high and wide where `upsample`.
+    out = conv2d(h, weight, bias, padding=R // 2) + emb[:, None, None, :], plus residual, or
+    conv2d(concat(residual, residual2), skip_weight, skip_bias) where skip_weight is given; ReLU if `relu`.
 
     x (N, H, W, C1), x2 (N, H, W, C2), weight (K, R, S, C1 + C2) or (K, C1 + C2), norm_weight and norm_bias (C1 + C2,),
     scale and shift (N, C1 + C2) and emb (N, K) read as float32, residual like out without skip_weight; x2 and residuals
     of another dtype are converted. dtype: the result's, x's unless given. The narrower of both is that of the
     computation, but a GPU's convolution between few channels and many writes a float32 result without rounding it.
-    statistics: whether a norm follows, for which kernels then compute channel statistics. Raises ValueError where
-    shapes do not agree, TypeError for a conversion that is not between floating dtypes.
+    statistics: whether a norm follows, for which kernels then compute channel statistics. dropout: p, generator and
+    stream, as `dropout` takes them, or None. Raises ValueError where shapes do not agree and for dropout without a norm
+    or of a p outside [0, 1), TypeError for a conversion that is not between floating dtypes.
     """
     given = (x, x2, norm_weight, norm_bias, scale, shift, weight, bias, emb, residual, residual2, skip_weight,
              skip_bias)
+    if dropout is not None:
+        check_p(dropout[0])
+        if norm_weight is None:
+            raise ValueError("norm_silu_conv2d: dropout follows a norm: use ops.dropout where there is none")
     kinds = tuple([(None, None) if t is None else (t._data.shape, t._data.dtype) for t in given])
     own = dtype = x._data.dtype if dtype is None else np.dtype(dtype)
     if not _reads_as_they_are(kinds, dtype, num_groups, upsample):
         given, own = _converted(Inputs(*given), dtype, upsample)
     out = NormSiluConv2d.apply(*given, num_groups=index(num_groups), eps=eps, silu=silu, upsample=upsample, relu=relu,
-                               statistics=statistics, dtype=own)
+                               statistics=statistics, dtype=own, dropout=dropout if dropout and dropout[0] else None)
     return out if own == dtype else astype(out, dtype)
 
 

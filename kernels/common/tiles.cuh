@@ -26,6 +26,8 @@ struct Lane {
         step = tiles * rows;
         count = active && first < S ? CEIL_DIV((u32)(S - first), (u32)step) : 0;
     }
+    // The number of its first element in an image of C channels.
+    __device__ __forceinline__ i64 in_image(int S, int C) const { return (i64)(pixel - n * S) * C + c; }
     // Walk from the last pixel to the first: the pixels that the previous kernel used last are still in L2.
     __device__ __forceinline__ void reverse() {
         pixel += (count - 1) * step;

@@ -9,7 +9,7 @@
 //   scale, shift            float (N, C), or null.
 //   mean, rstd              float (N, G).
 // Outputs are overwritten; gradients with an `add` flag accumulate where it is set. VEC=1: C1, C2 and every T address are
-// multiples of a 16-byte pack.
+// multiples of a 16-byte pack. DROPS=1: dropout follows, with a mask as in dropout.cuh.
 //
 // Sums        Each tile of pixels stores its sums: in the forward channel statistics (N, tiles, C), as in
 //             channel_statistics.cuh; in the backward tile_sums, float2 (N, tiles, C), of d_preact. They are added in the order
@@ -24,6 +24,7 @@
 // faster.
 #include "mma.cuh"
 #include "channel_statistics.cuh"
+#include "dropout.cuh"
 #include "tiles.cuh"
 
 extern __shared__ __align__(16) float2 channels[];  // sized as above
@@ -180,11 +181,12 @@ extern "C" __global__ __launch_bounds__(THREADS, 2) void finish_statistics(STATI
 }
 
 // y, of one or two sources. Either mean and rstd are given, or channel statistics; then new_mean and new_rstd are written too.
+// mask: under DROPS that of dropout, which is written and applied to y.
 // Small launches spend most of their time before the first y. So all that can be computed before wait_for_previous is, and
 // all loads are issued at once.
 extern "C" __global__ __launch_bounds__(THREADS, 2) void normalize(
     T* y, const T* __restrict__ x, const T* __restrict__ x2, AFFINE, EXTENT, int silu, STATISTICS, float* new_mean, float* new_rstd,
-    double share, float eps) {
+    double share, float eps, u8* mask, float kept_scale, DRAWS) {
     __shared__ __align__(16) float table[3 * WIDTH];
     int C = C1 + C2, size = C / (u32)groups, pitch;
     Lane lane(S, C, tiles, across);
@@ -210,31 +212,43 @@ extern "C" __global__ __launch_bounds__(THREADS, 2) void normalize(
     __syncthreads();
     Affine affine(table, WIDTH, lane.c - lane.c0);
     T* target = first_element(y, y, lane, C, 0, pitch);
+    u32 now = DROPS ? *step : 0;
+    u8* own_mask = row_of(mask, lane.n, (i64)S * C);
+    i64 own_bits = lane.in_image(S, C);
     rows.each([&](int i, const Raw (&raw)[1]) {
         float v[V];
         to_floats(raw[0], v);
         apply(affine, v, silu);
+        if constexpr (DROPS)
+            drop<V>(draw_mask(own_mask, own_bits + (i64)i * pitch, lane.n, now, seed, stream, first, threshold), kept_scale, v);
         store<V>(target + (i64)i * pitch, v);
     });
 }
 
-// From x and dy: v = x - centre, the output y, and d_preact, which is dy times dy/dz, or under SILU_DONE dy itself.
+// From x and dy: v = x - centre, the output y, and d_preact, which is dy times dy/dz, or under SILU_DONE dy itself. own_mask:
+// under DROPS dropout's, of dy and y.
 enum { SILU = 1, SILU_DONE = 2 };
 template <int ARRAYS>
 __device__ __forceinline__ void differentiate(const Affine& affine, const Raw (&raw)[ARRAYS], float (&v)[V], float (&y)[V],
-                                              float (&d_preact)[V], int silu) {
+                                              float (&d_preact)[V], int silu, MaskReader& own_mask, float kept_scale) {
     float slope[V];
     to_floats(raw[0], v);
     to_floats(raw[1], d_preact);
     if (silu == SILU_DONE) return linearize(affine, v, y, slope, true);
     linearize(affine, v, y, slope, silu);
+    if constexpr (DROPS) {
+        u32 kept = own_mask.take();
+        drop<V>(kept, kept_scale, d_preact);
+        drop<V>(kept, kept_scale, y);
+    }
 #pragma unroll
     for (int k = 0; k < V; k++) d_preact[k] *= slope[k];
 }
 
 // tile_sums: the sums of d_preact and of d_preact * (x - centre) over each tile.
 extern "C" __global__ __launch_bounds__(THREADS, 2) void backward_sums(
-    float2* tile_sums, const T* __restrict__ dy, const T* __restrict__ x, const T* __restrict__ x2, AFFINE, EXTENT, int silu) {
+    float2* tile_sums, const T* __restrict__ dy, const T* __restrict__ x, const T* __restrict__ x2, AFFINE, EXTENT, int silu,
+    const u8* mask, float kept_scale) {
     wait_for_previous();
     __shared__ float scratch[V * THREADS];
     __shared__ __align__(16) float table[3 * WIDTH];
@@ -245,6 +259,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 2) void backward_sums(
     rows.start[1] = first_element(dy, dy, lane, C, 0, rows.pitch[1]);
     rows.count = lane.count;
     rows.fetch(0);
+    MaskReader own_mask(row_of(mask, lane.n, (i64)S * C), lane.in_image(S, C), rows.pitch[1], DROPS ? lane.count : 0);
     Channel channel(lane.n, lane.c0, across * V, C, size, weight, bias, scale, shift);
     i64 group = (i64)lane.n * groups + channel.group;
     if (channel.here) Affine::fill(table, WIDTH, channel, mean[group], rstd[group]);
@@ -253,7 +268,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 2) void backward_sums(
     float sum[V] = {}, product[V] = {};
     rows.each([&](int, const Raw (&raw)[2]) {
         float v[V], y[V], d_preact[V];
-        differentiate(affine, raw, v, y, d_preact, silu);
+        differentiate(affine, raw, v, y, d_preact, silu, own_mask, kept_scale);
 #pragma unroll
         for (int k = 0; k < V; k++) {
             sum[k] += d_preact[k];
@@ -391,11 +406,12 @@ constexpr int DEPTH = 2;  // shared memory has no room for more
 //                    pixels before rounding. They are partials of a bias' gradient.
 //   y                the recomputed output, or null. May be dy itself.
 //   silu             0, SILU, or SILU_DONE where dy is d_preact.
+//   mask             under DROPS dropout's, of y; not with SILU_DONE.
 // The previous kernel writes none of x, the parameters, mean and rstd. They are read before wait_for_previous.
 extern "C" __global__ __launch_bounds__(THREADS, 2) void input_gradients(
     T* dx, const T* addend, T* dx2, const T* addend2, T* y, float* sums, float* sums2, const float2* means, const float2* tile_sums,
-    int sum_tiles, TOTALS, const T* dy, const T* __restrict__ x, const T* __restrict__ x2, AFFINE, EXTENT,
-    int silu) {
+    int sum_tiles, TOTALS, const T* dy, const T* __restrict__ x, const T* __restrict__ x2, AFFINE, EXTENT, int silu,
+    const u8* mask, float kept_scale) {
     __shared__ float scratch[V * THREADS];
     __shared__ __align__(16) float table[5 * WIDTH];
     int C = C1 + C2, size = C / groups, pitch;
@@ -417,6 +433,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 2) void input_gradients(
     float average = 0.0f, r = 0.0f;
     if (channel.here) average = mean[(i64)lane.n * groups + channel.group], r = rstd[(i64)lane.n * groups + channel.group];
     rows.begin_early();
+    MaskReader own_mask(row_of(mask, lane.n, (i64)S * C), lane.in_image(S, C), rows.pitch[1], DROPS ? rows.count[1] : 0);
     int end = min(C, lane.c0 + across * V);
     Gradients gradients(lane.c0, end, size, sum_tiles, channels + 4 * DEPTH * THREADS * sizeof(Raw) / sizeof(float2));
     wait_for_previous();
@@ -437,7 +454,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 2) void input_gradients(
     for (int k = 0; k < V; k++) gain[k] = affine.gain[k] / SCALE;
     rows.each([&](const Raw (&raw)[4]) {
         float v[V], output[V], d_preact[V];
-        differentiate(affine, raw, v, output, d_preact, silu);
+        differentiate(affine, raw, v, output, d_preact, silu, own_mask, kept_scale);
         if (recomputes) store<V>(recomputed, output), recomputed += rows.pitch[1];
         if (!wanted) return;
 #pragma unroll

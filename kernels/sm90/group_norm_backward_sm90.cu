@@ -28,6 +28,7 @@
 constexpr int THREADS = 512;
 #include "exchange.cuh"
 #include "group_norm_boxes.cuh"
+#include "dropout.cuh"
 
 constexpr int DEPTH = 5;  // boxes that are on their way at once: if all were, all would arrive together, and late
 
@@ -121,12 +122,13 @@ __device__ __forceinline__ void store_totals(const Modulation& own, float2 total
 //   sums, sums2       float (N, parts, C1) and (N, parts, C2), or null, as in input_gradients.
 //   totals            float2 (N, C), or null; it and dscale, dshift are as in finish_sums.
 //   dweight, dbias    (C), or null; where blocks add.
+// mask: under DROPS dropout's, of y.
 extern "C" __global__ __launch_bounds__(THREADS, 1) void backward(
     const __grid_constant__ TensorMap map, const __grid_constant__ TensorMap map2, const __grid_constant__ TensorMap dy_map,
     const T* __restrict__ x, const T* __restrict__ x2, const T* dy, T* dx, const T* addend, T* dx2,
     const T* addend2, T* y, float* sums, float* sums2, float2* totals, float* dscale, int add_scale, float* dshift, int add_shift,
     float* dweight, int add_weight, float* dbias, int add_bias, AFFINE, Exchange* exchange, int N, int S, int C1, int C2, int silu,
-    int parts, int boxes) {
+    int parts, int boxes, const u8* mask, float kept_scale) {
     extern __shared__ __align__(128) T memory[];
     __shared__ u64 barriers[BOXES];
     int C = C1 + C2, size = C / (u32)groups, chunks = C / WIDTH, warp = threadIdx.x / 32, pitch, recomputed_pitch, dy_pitch;
@@ -163,6 +165,13 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void backward(
     if (channel.here) average = mean[(i64)n * groups + channel.group], r = rstd[(i64)n * groups + channel.group];
     Raw held_x[HELD + 1], held_d_preact[HELD + 1];
     load_held(held_x, held_d_preact, from, from_dy, pitch, dy_pitch, boxes, place.count);
+    const u8* own_mask = row_of(mask, n, (i64)S * C);
+    MaskReader bits(own_mask, place.in_image(C), dy_pitch, DROPS ? min(boxes, place.count) : 0);
+    u32 held_bits[HELD + 1] = {};
+#pragma unroll
+    for (int h = 0; h < HELD; h++)
+        if (DROPS && boxes + h < place.count)
+            held_bits[h] = load_mask(own_mask, place.in_image(C) + (i64)(boxes + h) * dy_pitch);
     if (threadIdx.x == 32 * SENDER)
         for (int i = 0; i < min(boxes, DEPTH); i++) kept.send(maps, first_channel, place, i);
     if (channel.here) {
@@ -180,10 +189,11 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void backward(
         Affine affine(table, WIDTH, place.offset);
 #pragma unroll
         for (int k = 0; k < V; k++) centre[k] = affine.centre[k];
-        auto add = [&](int i, const Raw& raw, const Raw& dy_raw, bool writes) {  // returns d_preact
+        auto add = [&](int i, const Raw& raw, const Raw& dy_raw, u32 kept, bool writes) {  // returns d_preact
             to_floats(raw, v);
             to_floats(dy_raw, d_preact);
             linearize(affine, v, output, slope, silu);
+            if constexpr (DROPS) drop<V>(kept, kept_scale, d_preact), drop<V>(kept, kept_scale, output);
             if (writes) store<V>(recomputed + (i64)i * recomputed_pitch, output);
 #pragma unroll
             for (int k = 0; k < V; k++) {
@@ -201,13 +211,15 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void backward(
                 if (HELD > 0 && i == boxes / 2) {
 #pragma unroll
                     for (int h = 0; h < HELD; h++)
-                        if (boxes + h < place.count) held_d_preact[h] = add(boxes + h, held_x[h], held_d_preact[h], writes);
+                        if (boxes + h < place.count)
+                            held_d_preact[h] = add(boxes + h, held_x[h], held_d_preact[h], held_bits[h], writes);
                 }
                 kept.wait(i);
                 if (threadIdx.x == i % WARPS * 32 && i + DEPTH < boxes) kept.send(maps, first_channel, place, i + DEPTH);
                 if (i >= place.count) continue;
                 T* kept_d_preact = kept.box(1, i) + at;
-                *reinterpret_cast<Raw*>(kept_d_preact) = add(i, load_raw(kept.box(0, i) + at), load_raw(kept_d_preact), writes);
+                Raw& pack = *reinterpret_cast<Raw*>(kept_d_preact);
+                pack = add(i, load_raw(kept.box(0, i) + at), load_raw(kept_d_preact), bits.take(), writes);
             }
         };
         if (recomputed) add_all(true);

@@ -25,6 +25,8 @@ struct Place {
         pixel = part * STEP + row;
         count = lane < WARP_ROWS * ACROSS && pixel < S ? CEIL_DIV((u32)(S - pixel), (u32)(parts * STEP)) : 0;
     }
+    // The number of its first element in an image of C channels.
+    __device__ __forceinline__ i64 in_image(int C) const { return (i64)pixel * C + c0 + offset; }
     // Where the thread's first pixel lies in x, of C1 channels, or in x2, of C2; null where that array is. `pitch` becomes the
     // elements from there to the pixel in the next box.
     template <typename P> __device__ __forceinline__ P* element(P* x, P* x2, int S, int C1, int C2, int& pitch) const {

@@ -18,6 +18,7 @@ constexpr int THREADS = 512;
 #include "cluster.cuh"
 #include "group_norm_boxes.cuh"
 #include "channel_statistics.cuh"
+#include "dropout.cuh"
 
 // How many of an image's S pixels block `rank` of a cluster has.
 __device__ __forceinline__ int pixels_of(int rank, int S) {
@@ -25,11 +26,12 @@ __device__ __forceinline__ int pixels_of(int rank, int S) {
     return own * STEP - ((boxes - 1) % CLUSTER == rank ? boxes * STEP - S : 0);
 }
 
-// Writes y, mean and rstd. `share` is 1 / (elements of a group).
+// Writes y, mean and rstd. `share` is 1 / (elements of a group). mask: as in `normalize`.
 extern "C" __global__ __launch_bounds__(THREADS, 2) CLUSTER_DIMS void forward(
     const __grid_constant__ TensorMap map, const __grid_constant__ TensorMap map2, T* __restrict__ y, float* mean, float* rstd,
     const float* __restrict__ weight, const float* __restrict__ bias, const float* __restrict__ scale, const float* __restrict__ shift,
-    int groups, int S, int C1, int C2, int silu, int boxes, double share, float eps) {
+    int groups, int S, int C1, int C2, int silu, int boxes, double share, float eps,
+    u8* mask, float kept_scale, DRAWS) {
     extern __shared__ __align__(128) T memory[];
     __shared__ u64 barriers[1 + BOXES];  // the exchange's, then one for each box
     int C = C1 + C2, size = C / (u32)groups, pitch;
@@ -98,10 +100,15 @@ extern "C" __global__ __launch_bounds__(THREADS, 2) CLUSTER_DIMS void forward(
     __syncthreads();
 
     Affine affine(table, WIDTH, place.offset);
-#pragma unroll 2
-    for (int i = 0; i < place.count; i++, target += pitch) {
+    u32 now = DROPS ? *step : 0;
+    u8* own_mask = row_of(mask, place.n, (i64)S * C);
+    u32 bits = place.in_image(C);  // an image that fits in shared memory has fewer than 2^32 elements
+#pragma unroll(DROPS ? 1 : 2)  // of two registers spill
+    for (int i = 0; i < place.count; i++, target += pitch, bits += pitch) {
         to_floats(load_raw(kept.box(0, i) + at), v);
         apply(affine, v, silu);
+        if constexpr (DROPS)
+            drop<V>(draw_mask(own_mask, bits, place.n, now, seed, stream, first, threshold), kept_scale, v);
         store<V>(target, v);
     }
 }

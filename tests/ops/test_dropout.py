@@ -3,8 +3,11 @@
 import numpy as np
 import pytest
 
-from cudiff import Generator, Tensor, dropout, uniform
-from tests.check import check_op
+from cudiff import Generator, Tensor, dropout
+from cudiff.ops.group_norm import group_norm
+from cudiff.ops.norm_silu_conv2d import norm_silu_conv2d
+from cudiff.ops.random import random_bits
+from tests.check import check_op, relative_error
 
 
 @pytest.mark.parametrize("shape", [(1,), (5, 3), (3, 5), (2, 4, 4, 8), (33, 7, 3), (2, 1030)])
@@ -14,12 +17,21 @@ def test_gradient_and_backends(device, rng, shape, p):
     check_op(lambda x: dropout(x, p, generators[x.device], 1004), rng.standard_normal(shape), device=device)
 
 
-def test_mask_is_philox_uniform_below_p(device):
+def test_mask_is_of_halves_of_philox_words(device):
     generator = Generator(5, device)
     generator.advance()
     x = Tensor(np.ones((4, 6, 7), np.float32), device=device)
-    mask = uniform(x.shape, 5, stream=1000, step=1).numpy() >= 0.3
-    assert np.array_equal(dropout(x, 0.3, generator, 1000).numpy() != 0, mask)
+    words = random_bits(4, 21, 5, 1000, 1, 0)[:, :21]  # 32 bits for two elements
+    halves = np.stack((words & 0xFFFF, words >> 16), axis=-1).reshape(x.shape)
+    assert np.array_equal(dropout(x, 0.3, generator, 1000).numpy() != 0, halves >= round(0.3 * 2**16))
+
+
+@pytest.mark.parametrize("p, dropped", [(1e-9, 1), (3 / 2**17, 2), (1 - 1e-9, 2**16 - 1)])
+def test_the_mean_stays_where_p_is_rounded(device, p, dropped):
+    """To 1 or more, and fewer than all, of 65,536."""
+    x = Tensor(np.ones((32, 65536), np.float32), device=device)
+    kept = set(np.unique(dropout(x, p, Generator(0, device), 1000).numpy())) - {0}
+    assert kept == {np.float32(65536 / (65536 - dropped))}
 
 
 def test_backward_uses_forwards_mask_even_after_advance(device):
@@ -83,3 +95,40 @@ def test_a_gradient_is_added_to_the_one_there(device, rng, size):
 def test_integers_are_refused():
     with pytest.raises(TypeError, match="dropout needs floating tensors, not int64"):
         dropout(Tensor(np.ones(4, np.int64)), 0.5, Generator(0), 0)
+
+
+def test_a_units_dropout_is_that_of_the_operation_by_itself(device, rng):
+    """Bit for bit in float32 by a weight of one tap; backward has forward's mask, whatever the generator does."""
+    x, dout = (rng.standard_normal((3, 5, 5, 9)).astype(np.float32) for _ in range(2))
+    grads, outs = [], []
+    for fused in (True, False):
+        generator = Generator(3, device)
+        generator.samples = range(2, 5)
+        own = Tensor(x, requires_grad=True, device=device)
+        eye, one, zero = (Tensor(a.astype(np.float32), device=device) for a in (np.eye(9), np.ones(9), np.zeros(9)))
+        mask = 0.5, generator, 1003
+        if fused:
+            out = norm_silu_conv2d(own, weight=eye, norm_weight=one, norm_bias=zero, num_groups=3, dropout=mask)
+        else:
+            out = dropout(group_norm(own, one, zero, 3, silu=True), *mask)
+        generator.advance()
+        generator.samples = None
+        out.backward(Tensor(dout, device=device))
+        outs.append(out.numpy())
+        grads.append(Tensor(own.grad).numpy())
+    assert np.array_equal(*(out == 0 for out in outs)) and len({*(outs[0][:, -1, -1, -1] == 0)}) == 2
+    assert relative_error(*outs) < 1e-6 and relative_error(*grads) < 1e-5
+
+
+def test_a_unit_without_dropout_and_dropout_without_a_norm(device, rng):
+    x, weight, one, zero = (Tensor(array.astype(np.float32), device=device) for array in (
+        rng.standard_normal((1, 4, 4, 8)), rng.standard_normal((8, 8)), np.ones(8), np.zeros(8)))
+    norm = dict(norm_weight=one, norm_bias=zero, num_groups=2)
+    generator = Generator(3, device)
+    plain, dropped = (norm_silu_conv2d(x, weight=weight, **norm, dropout=mask).numpy()
+                      for mask in (None, (0.0, generator, 1000)))
+    assert np.array_equal(plain, dropped)
+    with pytest.raises(ValueError, match="dropout follows a norm"):
+        norm_silu_conv2d(x, weight=weight, dropout=(0.3, generator, 1000))
+    with pytest.raises(ValueError, match=r"p must lie in \[0, 1\), got 1"):
+        norm_silu_conv2d(x, weight=weight, **norm, dropout=(1.0, generator, 1000))

@@ -9,10 +9,12 @@ import pytest
 from cudiff.backend import bfloat16
 from cudiff.cuda.device import current_device
 from cudiff.cuda.kernels.norm import sm90, table
-from cudiff.cuda.kernels.norm.problem import Problem
+from cudiff.cuda.kernels.norm.problem import NO_DROPOUT, Problem
 from cudiff.cuda.launch import blocks
 from cudiff.gradient import Slot, State
+from cudiff.ops.dropout import dropout_of
 from cudiff.ops.group_norm import group_norm
+from cudiff.ops.random import Generator
 from cudiff.tensor import Tensor
 from tests.check import check_op
 from tests.ops.test_group_norm import inputs
@@ -117,15 +119,20 @@ def test_more_boxes_than_a_warp_has_threads(hopper, force, rng):
 ])
 @pytest.mark.parametrize("adds", [None, State.SHARED, State.HOLDS], ids=["new", "elsewhere", "in place"])
 @pytest.mark.parametrize("shape, channels2, groups, chunks, parts, held", [SHARED[i] for i in (1, 3, 4, 10)])
+@pytest.mark.parametrize("drops", [False, True])
 def test_all_that_may_be_asked_of_a_backward(room, rng, force, shape, channels2, groups, chunks, parts, held,
-                                             adds, needs):
-    """Beside group_norm.cu: gradients that are wanted or not, new or added to, y once more, and the sums of dx."""
+                                             adds, needs, drops):
+    """Beside group_norm.cu: gradients that are wanted or not, new or added to, y once more, and the sums of dx; with
+    dropout and without."""
     room(shape, chunks, parts)
     x, x2, *parameters = (None if a is None else Tensor(a, device="cuda", dtype=bfloat16 if i < 2 else np.float32)
                           for i, a in enumerate(inputs(rng, shape, channels2, True)))
     weight, bias, scale, shift = (tensor.data for tensor in parameters)
     sources = x.data, None if x2 is None else x2.data
-    y, mean, rstd = table.forward(*sources, weight, bias, groups, 1e-5, True, scale, shift)
+    whole = *shape[:3], shape[-1] + channels2
+    dropout = dropout_of(whole, 0.4, Generator(1, "cuda"), 1000) if drops else NO_DROPOUT
+    y, mean, rstd = table.forward(*sources, weight, bias, groups, 1e-5, True, scale, shift, dropout=dropout)
+    assert not drops or 0.3 < (Tensor(y).numpy() == 0).mean() < 0.5
     dy = Tensor(rng.standard_normal(y.shape), device="cuda", dtype=bfloat16).data
     operands = (*sources, weight, bias, scale, shift)
     before = [None if a is None else Tensor(rng.standard_normal(a.shape), device="cuda", dtype=a.dtype).data
@@ -139,7 +146,7 @@ def test_all_that_may_be_asked_of_a_backward(room, rng, force, shape, channels2,
         again, statistics = y * 0, {}
         results = table.backward(
             dy, *sources, weight, bias, mean, rstd, True, scale, shift, needs=wanted, into=tuple(into), y=again,
-            din_statistics=statistics,
+            din_statistics=statistics, dropout=dropout,
         )
         assert again.tobytes() == y.tobytes()
         assert tuple(result is not None for result in results) == wanted

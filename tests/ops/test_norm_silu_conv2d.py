@@ -9,7 +9,9 @@ from cudiff.cuda.select import current_target
 from cudiff.gradient import Slot, State
 from cudiff.nn.parameter import Parameter
 from cudiff.ops.attention import attention_qkv
+from cudiff.ops.dropout import dropout
 from cudiff.ops.norm_silu_conv2d import norm_silu_conv2d
+from cudiff.ops.random import Generator
 from cudiff.precision import allow_tf32
 from cudiff.tensor import Tensor
 from tests.check import TOLERANCE, check_op, relative_error, sums_of, torch
@@ -45,6 +47,11 @@ UNITS = {  # x, x2 channels; K; kernel; which parts
     "relu": dict(c1=8, c2=0, k=8, residual=(8, 0), relu=True),
     "relu of a pair": dict(c1=64, c2=24, k=72, norm=False, emb=True, relu=True),
     "relu of a thin result": dict(c1=64, c2=0, k=3, norm=False, relu=True),
+    "dropout": dict(c1=8, c2=0, k=8, dropout=0.3, residual=(8, 0)),
+    "dropout of odd channels": dict(c1=12, c2=8, k=5, dropout=0.6, emb=True, scale=True, size=(7, 3)),
+    "dropout of many pixels": dict(c1=64, c2=0, k=64, dropout=0.2, residual=(64, 0), size=(33, 35)),
+    "dropout of a pair, upsampled": dict(c1=64, c2=32, k=16, dropout=0.1, upsample=True, silu=False),
+    "dropout, linear": dict(c1=64, c2=0, k=192, r=0, dropout=0.5, silu=False, size=(16, 8)),
     "thin relu": dict(c1=2, c2=0, k=32, norm=False, emb=True, relu=True),
 }
 
@@ -72,14 +79,18 @@ def test_norm_silu_conv2d(device, rng, unit):
     )
     attrs = dict(num_groups=4, upsample=upsample, relu=unit.get("relu", False), silu=unit.get("silu", True))
 
+    generators, p = {place: Generator(7, place) for place in ("cpu", device)}, unit.get("dropout")
+
     def fn(*tensors):
         named = dict(zip(arrays, tensors, strict=True))
-        return norm_silu_conv2d(named.pop("x"), named.pop("x2"), **named, **attrs)
+        x = named.pop("x")
+        mask = None if p is None else (p, generators[x.device], 1000)
+        return norm_silu_conv2d(x, named.pop("x2"), **named, **attrs, dropout=mask)
 
     low = ("x", "x2", "weight", "residual", "residual2", "skip_weight")
     fp32_inputs = tuple(i for i, name in enumerate(arrays) if name not in low)
     # The gradient passes through two roundings of the storage type more than a single operation's.
-    check_op(fn, *arrays.values(), device=device, torch_fn=torch_unit(arrays, attrs), fp32_inputs=fp32_inputs,
+    check_op(fn, *arrays.values(), device=device, torch_fn=torch_unit(arrays, attrs, p), fp32_inputs=fp32_inputs,
              tolerance=2)
 
 
@@ -348,7 +359,7 @@ def test_no_images(device):
     assert out.shape == (0, 8, 8, 16) and emb.grad.shape == (0, 16)
 
 
-def torch_unit(arrays, attrs):
+def torch_unit(arrays, attrs, p=None):
     def apply(*tensors):
         part = dict(zip(arrays, tensors, strict=True))
         functional = torch.nn.functional
@@ -362,6 +373,9 @@ def torch_unit(arrays, attrs):
             if part["scale"] is not None:
                 h = h * (1 + part["scale"][:, :, None, None]) + part["shift"][:, :, None, None]
             h = functional.silu(h) if attrs["silu"] else h
+        if p:
+            ones = Tensor(np.ones((h.shape[0], *h.shape[2:], h.shape[1])))
+            h = h * torch.from_numpy(dropout(ones, p, Generator(7), 1000).numpy()).permute(0, 3, 1, 2)
         if attrs["upsample"]:
             h = functional.interpolate(h, scale_factor=2)
         weight = part["weight"]

@@ -59,7 +59,7 @@ class ForwardPasses:
                           for shared in (0, 16 * max(256, _of_groups(channels, of_group, across * p.pack)))]
 
     def run(self, given: Forward) -> None:
-        p, (y, mean, rstd, x, x2, weight, bias, scale, shift, _, eps, silu) = self.p, given
+        p, (y, mean, rstd, x, x2, weight, bias, scale, shift, _, eps, silu, dropout) = self.p, given
         sums = _statistics_of(given, p)
         statistics: tuple = (None, None)
         found: tuple = (mean, rstd)
@@ -68,7 +68,7 @@ class ForwardPasses:
             self.finish.run((*sums, p.channels1, p.channels2, *found, p.groups, self.few, self.share, eps))
             sums, statistics, found = (None, False, 0) * 2, found, statistics
         self.normalize[adds].run((y, x, x2, weight, bias, scale, shift, *statistics, *self.sizes, silu, *sums, *found,
-                                  self.share, eps))
+                                  self.share, eps, *dropout))
 
 
 def offer_forward(p: Problem) -> Offer | None:
@@ -82,7 +82,7 @@ def _statistics_of(given: Forward, p: Problem) -> tuple:
     for source, statistics in zip((given.x, given.x2), given.statistics, strict=True):
         if source is not None and statistics is None:
             width = source.shape[-1]
-            constants = kernel_constants(source)
+            constants = kernel_constants(source) | {"DROPS": 0}
             pack = 16 // source.dtype.itemsize if constants["VEC"] else 1
             tiles, chunks, across = tiling(p.images, p.pixels, width, pack, multiprocessors(), arrays=1)
             statistics = empty_statistics(CENTRED, p.images, tiles, width)
@@ -112,13 +112,15 @@ class BackwardPasses:
 
     def run(self, given: Backward) -> None:
         p, of_group, affine, sizes, statistics = self.p, self.of_group, given.affine, self.sizes, given.statistics
+        mask, kept_scale, *_ = given.dropout
         own_sums = given.make_sums(p, self.tiles)
         totals = empty((p.images, p.channels, 2), float32)
         modulation = (totals, *given.dscale, *given.dshift)
         activation = _SILU_DONE if given.silu and statistics is not None else int(given.silu)
         if statistics is None:
             statistics = empty_statistics(PRODUCTS, p.images, self.tiles, p.channels)
-            self.sum.run((statistics.sums, given.dy, given.x, given.x2, *affine, *sizes, given.silu))
+            self.sum.run((statistics.sums, given.dy, given.x, given.x2, *affine, *sizes, given.silu, mask,
+                          kept_scale))
         means, sums, count = None, statistics.sums, statistics.tiles
         applies = given.needs[0] or given.needs[1] or given.y is not None
         adds = applies and _adds_itself(of_group, count)
@@ -131,7 +133,7 @@ class BackwardPasses:
             sums = None
         if applies:
             self.input_gradients[adds].run((*given.dx, *given.dx2, given.y, *own_sums, means, sums, count, *modulation,
-                                            given.dy, given.x, given.x2, *affine, *sizes, activation))
+                                            given.dy, given.x, given.x2, *affine, *sizes, activation, mask, kept_scale))
         affine_gradients(totals, given.dweight, given.dbias)
 
 

@@ -16,7 +16,7 @@ class Problem(NamedTuple):
     """backward: whether it is the backward pass. pixels: of an image. channels1, channels2: of the first source and of
     the second, 0 where there is none. packs: whether all channels and addresses allow packs of 16 bytes. summed:
     whether statistics came with every source (forward), or PRODUCTS with dy (backward). two_terms: whether backward
-    adds two arrays to dx. Arrays are contiguous."""
+    adds two arrays to dx. drops: whether dropout follows. Arrays are contiguous."""
 
     backward: bool
     dtype: np.dtype
@@ -28,6 +28,7 @@ class Problem(NamedTuple):
     packs: bool
     summed: bool
     two_terms: bool
+    drops: bool = False
     wanted: frozenset[str] = frozenset()
 
     @property
@@ -42,7 +43,23 @@ class Problem(NamedTuple):
     @property
     def constants(self) -> dict[str, Any]:
         """The constants of every kernel."""
-        return {"T": self.dtype, "VEC": int(self.packs)}
+        return {"T": self.dtype, "VEC": int(self.packs), "DROPS": int(self.drops)}
+
+
+class Dropout(NamedTuple):
+    """Dropout of the norm's output, or none. mask: uint8 (N, ceil(elements of an image / 8)), see dropout.cuh; the
+    forward writes it. scale: the factor of what is kept. The others say how the mask is drawn."""
+
+    mask: Array | None = None
+    scale: float = 1.0
+    step: Array | None = None
+    seed: np.uint64 = np.uint64(0)
+    stream: np.uint32 = np.uint32(0)
+    first: np.uint32 = np.uint32(0)
+    threshold: np.uint32 = np.uint32(0)
+
+
+NO_DROPOUT = Dropout()
 
 
 class Forward(NamedTuple):
@@ -62,6 +79,7 @@ class Forward(NamedTuple):
     statistics: tuple[ChannelStatistics | None, ChannelStatistics | None]
     eps: float
     silu: bool
+    dropout: Dropout = NO_DROPOUT
 
 
 Sum = tuple[Array | None, Array | None]
@@ -73,7 +91,8 @@ Target = tuple[Array | None, bool]
 
 class Backward(NamedTuple):
     """As `Forward`, with dy and where the gradients go. A second addend of a lone source's gradient stands in dx2. y:
-    receives the output again, or None. statistics: PRODUCTS that came with dy, or None; with them dy is d_preact.
+    receives the output again, or None. statistics: PRODUCTS that came with dy, or None; with them dy is d_preact, and
+    there is no dropout.
     din_statistics: receives SUMS of dx at 0 and of dx2 at 1, or None."""
 
     dy: Array
@@ -91,6 +110,7 @@ class Backward(NamedTuple):
     statistics: ChannelStatistics | None
     din_statistics: dict[int, ChannelStatistics | None] | None
     needs: tuple[bool, ...]
+    dropout: Dropout = NO_DROPOUT
 
     def added_to(self) -> list[Array]:
         """The arrays that the kernel reads and changes: the gradients that it adds to, and dy if y is dy."""
@@ -110,11 +130,12 @@ class Backward(NamedTuple):
 
 
 def problem_of(backward: bool, dtype: np.dtype, x: tuple[int, ...], x2: tuple[int, ...] | None, groups: int,
-               places: int, summed: bool, two_terms: bool) -> Problem:
+               places: int, summed: bool, two_terms: bool, drops: bool) -> Problem:
     """The problem of sources of these shapes. places: of all arrays' addresses the bits of `places_of`."""
     channels1, channels2 = x[-1], 0 if x2 is None else x2[-1]
     packs = (places | (channels1 | channels2) * dtype.itemsize) % 16 == 0
-    return Problem(backward, dtype, x[0], math.prod(x[1:-1]), channels1, channels2, groups, packs, summed, two_terms)
+    pixels = math.prod(x[1:-1])
+    return Problem(backward, dtype, x[0], pixels, channels1, channels2, groups, packs, summed, two_terms, drops)
 
 
 def places_of(*arrays: Array | None) -> int:

@@ -211,10 +211,10 @@ class ClusterLaunch:
                              plan.bytes, **p.constants, **plan.constants)
 
     def __call__(self, given: Forward) -> None:
-        y, mean, rstd, x, x2, weight, bias, scale, shift, _, eps, silu = given
+        y, mean, rstd, x, x2, weight, bias, scale, shift, _, eps, silu, dropout = given
         maps = self.x.at(x.data.ptr), self.x2.at((x if x2 is None else x2).data.ptr)
         self.launch.run((*maps, y, mean, rstd, weight, bias, scale, shift, *self.sizes, silu, self.plan.kept,
-                         self.share, eps))
+                         self.share, eps, *dropout))
 
     def run(self, given: Forward) -> None:
         if tiles.watch is None:
@@ -257,6 +257,7 @@ class SharedLaunch:
             self.x.at(x.data.ptr), second, self.dy.at(dy.data.ptr), x, x2, dy, *given.dx, *given.dx2,
             given.y, *own_sums, totals, *given.dscale, *given.dshift, *given.dweight, *given.dbias, *given.affine,
             workspace, *self.sizes, given.silu, plan.parts, plan.kept,
+            *given.dropout[:2],
         ))
         return totals
 

@@ -8,7 +8,15 @@ from typing import Any
 from cudiff.backend import Array, float32
 from cudiff.cuda.accumulate import gradient_sum, gradient_sums, gradient_target
 from cudiff.cuda.kernels.norm import portable, sm90
-from cudiff.cuda.kernels.norm.problem import Backward, Forward, places_of, problem_of, require_float32
+from cudiff.cuda.kernels.norm.problem import (
+    NO_DROPOUT,
+    Backward,
+    Dropout,
+    Forward,
+    places_of,
+    problem_of,
+    require_float32,
+)
 from cudiff.cuda.launch import empty
 from cudiff.cuda.select import ANY, SM90, Row, Table
 from cudiff.gradient import Slot
@@ -34,17 +42,20 @@ NORM = Table(
 
 def forward(x: Array, x2: Array | None, weight: Array, bias: Array, num_groups: int, eps: float, silu: bool,
             scale: Array | None = None, shift: Array | None = None,
-            statistics: Sequence[ChannelStatistics | None] = (None, None)) -> tuple[Array, Array, Array]:
-    """Returns y (N, ..., C1 + C2), and mean and rstd (N, G). statistics: those that came with x and x2, or None."""
+            statistics: Sequence[ChannelStatistics | None] = (None, None),
+            dropout: Dropout = NO_DROPOUT) -> tuple[Array, Array, Array]:
+    """Returns y (N, ..., C1 + C2), and mean and rstd (N, G). statistics: those that came with x and x2, or None.
+    dropout: of y; its mask is written."""
     shape = x.shape
     y = empty((*shape[:-1], len(weight)), x.dtype)
     mean, rstd = empty((shape[0], num_groups), float32), empty((shape[0], num_groups), float32)
     require_float32(weight, bias, scale, shift)
     first, second = statistics
     summed = first is not None and (x2 is None or second is not None)
-    fields = (False, x.dtype, shape, None if x2 is None else x2.shape, num_groups, places_of(x, x2), summed, False)
+    fields = (False, x.dtype, shape, None if x2 is None else x2.shape, num_groups, places_of(x, x2), summed, False,
+              dropout.mask is not None)
     _, chosen = NORM.selected(problem_of, fields)
-    given = Forward(y, mean, rstd, x, x2, weight, bias, scale, shift, (first, second), eps, silu)
+    given = Forward(y, mean, rstd, x, x2, weight, bias, scale, shift, (first, second), eps, silu, dropout)
     chosen.row.run(chosen.offer.plan, given)
     return y, mean, rstd
 
@@ -53,14 +64,15 @@ def backward(dy: Array, x: Array, x2: Array | None, weight: Array, bias: Array, 
              silu: bool, scale: Array | None = None, shift: Array | None = None, *, needs: tuple[bool, ...],
              into: tuple[Slot | None, ...], y: Array | None = None,
              din_statistics: dict[int, ChannelStatistics | None] | None = None,
-             statistics: ChannelStatistics | None = None) -> tuple[Array | None, ...]:
+             statistics: ChannelStatistics | None = None,
+             dropout: Dropout = NO_DROPOUT) -> tuple[Array | None, ...]:
     """Returns dx, dx2, dweight, dbias, dscale, dshift, each None if `needs` is False for it.
 
     They are written where `gradient_target` says; dx and dx2 where `gradient_sum` does, a lone dx where `gradient_sums`
     does. All but dx and dx2 are float32. y: receives the recomputed output, or None. It may be dy.
     din_statistics: receives SUMS of dx at 0 and of dx2 at 1, earlier terms included, or None. statistics: PRODUCTS that
     came with dy, or None; for float32 the second is of d_preact·(x - mean). With them dy is d_preact: see `dgrad` of
-    convolutions.
+    convolutions. dropout: the forward's; not with PRODUCTS.
     """
     if into[0] is into[1]:  # one tensor is both sources: two threads would add to one element at the same time
         into = (into[0], None, *into[2:])
@@ -77,9 +89,9 @@ def backward(dy: Array, x: Array, x2: Array | None, weight: Array, bias: Array, 
             targets[i] = gradient_target(into[2 + i], parameter.shape, float32)
     dweight, dbias, dscale, dshift = targets
     fields = (True, x.dtype, x.shape, None if x2 is None else x2.shape, mean.shape[1],
-              places_of(dy, x, x2, *dx, *dx2, y), statistics is not None, more is not None)
+              places_of(dy, x, x2, *dx, *dx2, y), statistics is not None, more is not None, dropout.mask is not None)
     problem, chosen = NORM.selected(problem_of, fields)
     given = Backward(dy, x, x2, (weight, bias, scale, shift, mean, rstd, problem.groups), silu, dx, dx2, dweight, dbias,
-                     dscale, dshift, y, statistics, din_statistics, needs)
+                     dscale, dshift, y, statistics, din_statistics, needs, dropout)
     chosen.row.run(chosen.offer.plan, given)
     return dx[0], dx2[0], dweight[0], dbias[0], dscale[0], dshift[0]
