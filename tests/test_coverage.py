@@ -53,6 +53,7 @@ CHOSEN = {  # for kernels that the others do not need: shapes of operands, and t
     "taken columns": (((4, 16),), lambda x: x[:, [3, 0, 3]] * 1),
     "fill": (((4, 16),), lambda x: ops.pad(x, 1, constant_values=1.0)),
     "few out": (((2, 8, 8, 64), (3, 3, 3, 64)), lambda x, w: ops.conv2d(x, w, padding=1)),
+    "few out of many more": (((2, 8, 8, 192), (3, 3, 3, 192)), lambda x, w: ops.conv2d(x, w, padding=1)),
     "few in": (((2, 8, 8, 3), (64, 3, 3, 3)), lambda x, w: ops.conv2d(x, w, padding=1)),
     "depthwise": (((2, 8, 8, 64), (64, 3, 3, 1)), lambda x, w: ops.conv2d(x, w, padding=1, groups=64)),
     "grouped": (((2, 8, 8, 64), (64, 3, 3, 16)), lambda x, w: ops.conv2d(x, w, padding=1, groups=4)),

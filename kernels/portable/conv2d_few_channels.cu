@@ -23,9 +23,9 @@
 // Fragments of mma.sync are loaded without ldmatrix. Any channel or pixel may stand in any column or depth of a product: the
 // kernels choose an order in which a thread's elements are neighbours in memory.
 // Launch: 256 threads. gridDim.x = N * ceil(H / rows): a tile is `rows` rows of one image. gridDim.y = C / BN with BN = 32 or
-// 64 in expand and wgrad, 1 with BN = C in contract. Dynamic shared memory as few_channels.py computes it: expand
-// `copies_bytes`, contract `products_bytes`, wgrad the larger of `patches_bytes` and `sums_bytes`; wgrad's pitch is
-// `patches_pitch`.
+// 64 in expand and wgrad, 1 with BN = C in contract, and with BN = 32 or 64 in contract_many, for C of more. Dynamic shared
+// memory as few_channels.py computes it: expand `copies_bytes`, contract `products_bytes`, contract_many `weights_bytes` more,
+// wgrad the larger of `patches_bytes` and `sums_bytes`; wgrad's pitch is `patches_pitch`.
 #include "affine.cuh"
 #include "mma.cuh"
 
@@ -300,24 +300,73 @@ expand(const FEW_T* few, const T* weight, const float* bias, const float* emb, i
     }
 }
 
+constexpr int COLUMNS = CEIL_DIV(DEPTH, 8), PITCH = DEPTH | 1;  // of the products of a pixel, in contract
+
+// Copy the weights of C channels, a row for each column, to shared memory.
+__device__ __forceinline__ void load_weights(T* weights, int pitch, const T* weight, const Weight& at, int C) {
+#pragma unroll 8
+    for (int i = threadIdx.x; i < C * COLUMNS * 8; i += THREADS) {
+        int c = at.many == 1 ? i % C : i / (COLUMNS * 8), d = at.many == 1 ? i / C : i % (COLUMNS * 8);
+        weights[d * pitch + c] = d < DEPTH ? weight[at.at(d, c)] : T{};
+    }
+}
+
+// few of a tile, from the products of its pixels and of those around it, whose first row is `top`.
+__device__ __forceinline__ void add_taps(FEW_T* few, const float* products, const float* bias, Tile tile, int top, int H, int W) {
+    few += ((i64)tile.n * H + tile.top) * W * FEW;
+    for (int i = threadIdx.x; i < tile.rows * W * FEW; i += THREADS) {
+        int j = i % FEW, x = i / FEW % W, y = tile.top + i / FEW / W;
+        float sum = bias ? bias[j] : 0.0f;
+#pragma unroll
+        for (int tap = 0; tap < TAPS; tap++) {
+            int row = y + tap / R - HALO, column = x + tap % R - HALO;
+            if (row < 0 || row >= H || column < 0 || column >= W) continue;
+            sum += products[((row - top) * W + column) * PITCH + tap * FEW + j];
+        }
+        few[i] = from_float<FEW_T>(sum);
+    }
+}
+
+// Store a warp's products with 16 pixels, of which this thread has pixels m and m + 8.
+__device__ __forceinline__ void store_products(float* products, const float (&acc)[COLUMNS][4], int m, int count) {
+#pragma unroll
+    for (int j = 0; j < COLUMNS; j++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            int place = m + i / 2 * 8, d = j * 8 + 2 * (threadIdx.x % 4) + i % 2;
+            if (place < count && d < DEPTH) products[place * PITCH + d] = acc[j][i];
+        }
+}
+
+// acc += the products of 16 pixels, of which `upper` and `lower` are this thread's channels of pixels g and g + 8. b(k, j): the
+// weights of channels 4k to 4k + 3 of these, of column 8j + g.
+template <typename B>
+__device__ __forceinline__ void multiply_pixels(float (&acc)[COLUMNS][4], const uint4* upper, const uint4* lower, B b) {
+#pragma unroll
+    for (int k = 0; k < BN / 16; k++) {
+        const uint4 &u = upper[k / 2], &l = lower[k / 2];
+        u32 a[4] = {k % 2 ? u.z : u.x, k % 2 ? l.z : l.x, k % 2 ? u.w : u.y, k % 2 ? l.w : l.y};
+#pragma unroll
+        for (int j = 0; j < COLUMNS; j++) {
+            uint2 weights = b(k, j);
+            mma<T>(acc[j], a, weights.x, weights.y);
+        }
+    }
+}
+
 // First each pixel of many, in the tile's rows and those around them, is multiplied by all DEPTH columns of the weight. The
 // products go to shared memory. Then each pixel of few adds its products, one for each tap. To read `many` anew for each tap
 // would cost more.
 extern "C" __global__ void __launch_bounds__(THREADS)
 contract(const T* many, const T* weight, const float* bias, FEW_T* few, Weight at, int H, int W, int rows) {
     wait_for_previous();
-    constexpr int WEIGHT_PITCH = BN + 8, COLUMNS = CEIL_DIV(DEPTH, 8), PITCH = DEPTH | 1;
+    constexpr int WEIGHT_PITCH = BN + 8;
     __shared__ __align__(8) T weights[COLUMNS * 8 * WEIGHT_PITCH];
     float* products = (float*)dynamic;  // (rows + 2 * HALO, W, PITCH)
     Tile tile(H, rows);
     int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
-#pragma unroll
-    for (int i = threadIdx.x; i < BN * COLUMNS * 8; i += THREADS) {
-        int c = at.many == 1 ? i % BN : i / (COLUMNS * 8), d = at.many == 1 ? i / BN : i % (COLUMNS * 8);
-        weights[d * WEIGHT_PITCH + c] = d < DEPTH ? weight[at.at(d, c)] : T{};
-    }
+    load_weights(weights, WEIGHT_PITCH, weight, at, BN);
     __syncthreads();
-
     uint2 b[BN / 16][COLUMNS];  // depths 2t, 2t + 1, 2t + 8, 2t + 9 of step k are the four channels from t * OWN + 4k on
 #pragma unroll
     for (int k = 0; k < BN / 16; k++)
@@ -334,35 +383,46 @@ contract(const T* many, const T* weight, const float* bias, FEW_T* few, Weight a
 #pragma unroll
             for (int i = 0; i < OWN / 8; i++) pixel[h][i] = ((const uint4*)(many + (i64)min(m + 8 * h, count - 1) * BN))[i];
         float acc[COLUMNS][4] = {};
-#pragma unroll
-        for (int k = 0; k < BN / 16; k++) {
-            const uint4 &upper = pixel[0][k / 2], &lower = pixel[1][k / 2];
-            u32 a[4] = {k % 2 ? upper.z : upper.x, k % 2 ? lower.z : lower.x, k % 2 ? upper.w : upper.y, k % 2 ? lower.w : lower.y};
-#pragma unroll
-            for (int j = 0; j < COLUMNS; j++) mma<T>(acc[j], a, b[k][j].x, b[k][j].y);
-        }
-#pragma unroll
-        for (int j = 0; j < COLUMNS; j++)
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                int place = m + i / 2 * 8, d = j * 8 + 2 * t + i % 2;
-                if (place < count && d < DEPTH) products[place * PITCH + d] = acc[j][i];
-            }
+        multiply_pixels(acc, pixel[0], pixel[1], [&](int k, int j) { return b[k][j]; });
+        store_products(products, acc, m, count);
     }
     __syncthreads();
+    add_taps(few, products, bias, tile, top, H, W);
+}
 
-    few += ((i64)tile.n * H + tile.top) * W * FEW;
-    for (int i = threadIdx.x; i < tile.rows * W * FEW; i += THREADS) {
-        int j = i % FEW, x = i / FEW % W, y = tile.top + i / FEW / W;
-        float sum = bias ? bias[j] : 0.0f;
+// The same for more channels, a multiple of BN. The weights stay in shared memory, behind the products. A pixel is read in parts
+// of BN channels, of which the next is on its way.
+extern "C" __global__ void __launch_bounds__(THREADS, 2)
+contract_many(const T* many, const T* weight, const float* bias, FEW_T* few, Weight at, int H, int W, int C, int rows) {
+    wait_for_previous();
+    Tile tile(H, rows);
+    int pitch = C + 4;  // keeps bank conflicts few
+    float* products = (float*)dynamic;
+    T* weights = (T*)(products + CEIL_DIV((rows + 2 * HALO) * W * PITCH, 2) * 2);
+    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
+    load_weights(weights, pitch, weight, at, C);
+    __syncthreads();
+    int top = max(tile.top - HALO, 0), count = (min(tile.top + tile.rows + HALO, H) - top) * W;
+    many += ((i64)tile.n * H + top) * W * C + t * OWN;
+    for (int m = warp * 16 + g; m - g < count; m += WARPS * 16) {
+        uint4 next[2][OWN / 8], now[2][OWN / 8];
+        auto fetch = [&](int h, int c) {
+            const uint4* pixel = (const uint4*)(many + (i64)min(m + 8 * h, count - 1) * C + c);
 #pragma unroll
-        for (int tap = 0; tap < TAPS; tap++) {
-            int row = y + tap / R - HALO, column = x + tap % R - HALO;
-            if (row < 0 || row >= H || column < 0 || column >= W) continue;
-            sum += products[((row - top) * W + column) * PITCH + tap * FEW + j];
+            for (int i = 0; i < OWN / 8; i++) now[h][i] = next[h][i], next[h][i] = pixel[i];
+        };
+        fetch(0, 0), fetch(1, 0);
+        float acc[COLUMNS][4] = {};
+#pragma unroll 1
+        for (int c = 0; c < C; c += BN) {
+            fetch(0, min(c + BN, C - BN)), fetch(1, min(c + BN, C - BN));
+            const T* own = weights + g * pitch + c + t * OWN;
+            multiply_pixels(acc, now[0], now[1], [&](int k, int j) { return *(const uint2*)(own + j * 8 * pitch + 4 * k); });
         }
-        few[i] = from_float<FEW_T>(sum);
+        store_products(products, acc, m, count);
     }
+    __syncthreads();
+    add_taps(few, products, bias, tile, top, H, W);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, FEW < 6 ? 2 : 1)  // for two blocks, 7 channels spill on sm_90a

@@ -22,8 +22,8 @@ from cudiff.statistics import ChannelStatistics, Kind
 
 AnyImage = TypeVar("AnyImage", Array, Image)
 
+CONTRACTED = 128  # channels of the image of many, at most, whose weights a thread of `contract` holds all at once
 MOST = 7  # channels of the image of few, at most: a product's depth is up to nine times as many
-CONTRACTED = 128  # channels of the image of many, at most, if that of few is computed: a thread holds a quarter of them
 THREADS = 256
 
 
@@ -60,13 +60,19 @@ def _supports(p: Problem) -> bool:
         and (Fusion.EMB not in p.wanted or many is p.out)
         and 0 < few.shape[3] <= MOST
         and many.shape[3] % 32 == 0
-        # More channels only where the image of few is read. Not with a cast: then all three passes must choose this.
-        and (many.shape[3] <= CONTRACTED or (Fusion.CAST not in p.wanted and (p.direction == WGRAD or many is p.out)))
         and many.aligned
         and p.weight.contiguous
-        and products_bytes(1, many.shape[2], few.shape[3], kernel[0]) <= shared_bytes(alone=True)
+        and _row_bytes(p, few, many) <= shared_bytes(alone=True)
         and 0 < many.size < 2**31
     )
+
+
+def _row_bytes(p: Problem, few: Image, many: Image) -> int:
+    """Bytes for a tile of one row in the pass that needs most."""
+    weights = 0
+    if few is p.out and many.shape[3] > CONTRACTED:
+        weights = weights_bytes(many.shape[3], few.shape[3], p.kernel[0])
+    return products_bytes(1, many.shape[2], few.shape[3], p.kernel[0]) + weights
 
 
 def sides(x: AnyImage, out: AnyImage) -> tuple[AnyImage, AnyImage]:
@@ -95,6 +101,11 @@ def products_bytes(rows: int, width: int, few: int, taps: int) -> int:
     return 4 * (rows + taps - 1) * width * (taps**2 * few | 1)
 
 
+def weights_bytes(channels: int, few: int, taps: int) -> int:
+    """Bytes of the weights of so many channels, and of what aligns them behind the products."""
+    return 2 * blocks(taps**2 * few, 8) * 8 * (channels + 4) + 4
+
+
 def sums_bytes(few: int, columns: int, taps: int) -> int:
     """Bytes of wgrad's sums: those of half of the warps, or the total of all warps if it is larger."""
     depth = taps**2 * few
@@ -115,11 +126,13 @@ def run(given: Operands, offer: Offer, p: Problem) -> ChannelStatistics | None:
         return _expand(given._replace(weight=weight), at, offer.fused, constants)
     x, out = given.x, given.out
     n, height, width, channels = x.shape
-    rows, shared = _rows(n, height, lambda rows: products_bytes(rows, width, out.shape[3], taps))
+    many_more = channels > CONTRACTED
+    weights = weights_bytes(channels, out.shape[3], taps) if many_more else 0
+    rows, shared = _rows(n, height, lambda rows: products_bytes(rows, width, out.shape[3], taps) + weights)
     launch(
-        "conv2d_few_channels", "contract", n * blocks(height, rows), THREADS,
-        (x, weight, given.epilogue.bias, out, at, height, width, rows), shared,
-        **constants, BN=channels, SUMS=0, NORM=0,
+        "conv2d_few_channels", "contract_many" if many_more else "contract", n * blocks(height, rows), THREADS,
+        (x, weight, given.epilogue.bias, out, at, height, width, *((channels,) if many_more else ()), rows), shared,
+        **constants, BN=_columns(channels) if many_more else channels, SUMS=0, NORM=0,
     )
     return None
 

@@ -86,9 +86,8 @@ CONVOLUTION = Table(
         "all others with groups or dilation; adds a bias and an addend"),
     Row("conv2d_few_channels", ANY, few_channels.offer, few_channels.run,
         "3x3 and 1x1 that keep the size, between an image of up to 7 channels, 16-bit or float32, and a 16-bit one of "
-        "a multiple of 32, of up to 128 if the image of few is the result or float32; adds a bias; for a result of "
-        "many channels also an embedding, ReLU, statistics or SUMS, and the backward of a norm of one source; not with "
-        "an addend, a skip path, two sources or an upsampled input"),
+        "a multiple of 32; adds a bias; for a result of many channels also an embedding, ReLU, statistics or SUMS, and "
+        "the backward of a norm of one source; not with an addend, a skip path, two sources or an upsampled input"),
     Row("gemm_sm90", SM90, windows_sm90.offer, windows_sm90.run,
         "16-bit fprop, dgrad if every pixel is under a tap, and wgrad of one source that conv2d_wgrad_sm90 does not "
         "take, strides of up to 8, padding of up to 127, pixels at multiples of 16 bytes; adds bias and addend, and an "
