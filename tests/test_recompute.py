@@ -207,7 +207,7 @@ def test_a_frozen_parameter_that_is_an_input_and_was_updated_is_told():
 
 @pytest.mark.parametrize("preset, share", [("elephants", 0.75), ("dit-mnist", 0.25)])
 def test_a_step_takes_less_memory(host_of, tmp_path, preset, share):
-    """608 and 446 MiB, 3,751 and 839."""
+    """599 and 446 MiB, 3,751 and 839."""
     host, taken = host_of(True), []
     for recompute in (False, True):
         config = PRESETS[preset].replace(precision="bf16", recompute=recompute)
