@@ -25,9 +25,9 @@ def packed_as(args):
 
 
 @pytest.mark.parametrize("value, dtype", [
-    (3, np.int32), (True, np.int32), (0.5, np.float32), (None, np.uint64), (np.float32(0.5), np.float32),
-    (np.float64(0.5), np.float64), (np.int32(3), np.int32), (np.int64(3), np.int64), (np.uint32(3), np.uint32),
-    (np.uint64(3), np.uint64),
+    (3, np.int32), (True, np.int32), (np.bool_(True), np.int32), (0.5, np.float32), (None, np.uint64),
+    (np.float32(0.5), np.float32), (np.float64(0.5), np.float64), (np.int32(3), np.int32), (np.int64(3), np.int64),
+    (np.uint32(3), np.uint32), (np.uint64(3), np.uint64),
 ])
 def test_an_argument_is_packed_as_its_c_type(value, dtype):
     packed = packed_as([value])

@@ -38,8 +38,8 @@ _PARAMETER_BYTES = 1 << 15  # no kernel takes more
 
 # The `struct` format of each type; None is a null pointer. Every argument is padded to a multiple of 8 bytes.
 _PACKED: dict[type, str] = {
-    type(None): "P", bool: "i4x", int: "i4x", float: "f4x", np.int32: "i4x", np.uint32: "I4x", np.int64: "q",
-    np.uint64: "Q", np.float32: "f4x", np.float64: "d",
+    type(None): "P", bool: "i4x", np.bool_: "?7x", int: "i4x", float: "f4x", np.int32: "i4x", np.uint32: "I4x",
+    np.int64: "q", np.uint64: "Q", np.float32: "f4x", np.float64: "d",
 }
 
 

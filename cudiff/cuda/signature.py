@@ -23,7 +23,7 @@ _ELEMENTS: dict[str, tuple[np.dtype, ...]] = {
 """The array dtypes that a pointer to each C type accepts. A pointer to another C type accepts every dtype."""
 
 _VALUES: dict[str, tuple[type, ...]] = {
-    "int": (int, bool, np.int32), "u32": (np.uint32,), "i64": (np.int64,), "u64": (np.uint64,),
+    "int": (int, bool, np.bool_, np.int32), "u32": (np.uint32,), "i64": (np.int64,), "u64": (np.uint64,),
     "float": (float, np.float32), "double": (np.float64,),
 }
 _SIZES = {"int": 4, "u32": 4, "i64": 8, "u64": 8, "float": 4, "double": 8, "u8": 1, "bf16": 2, "half": 2}

@@ -300,6 +300,8 @@ def _check(shapes: Inputs, num_groups: int, upsample: bool) -> None:
             f"norm_silu_conv2d: x {x} (N, H, W, C), {channels} channels in all, does not fit weight {weight} "
             f"(K, [R, S,] C)"
         )
+    if 0 in weight:
+        raise ValueError(f"norm_silu_conv2d: the weight of shape {weight} has an axis of size 0")
     if shapes.x2 is not None and not shapes.x2[-1]:
         raise ValueError(f"norm_silu_conv2d: x2 of shape {shapes.x2} has no channels")
     outputs = weight[0]

@@ -398,6 +398,7 @@ def torch_unit(arrays, attrs, p=None):
     (dict(weight=(4, 3, 8)), "does not fit weight"),
     (dict(weight=(8,)), "does not fit weight"),
     (dict(weight=(4, 3, 3, 7)), "does not fit weight"),
+    (dict(weight=(0, 3, 3, 8), bias=None, skip_weight=None, skip_bias=None, residual=None), "an axis of size 0"),
     (dict(bias=(3,)), "the bias"),
     (dict(residual=(2, 5, 6, 7)), "skip_weight"),
     (dict(residual=None), "skip_weight"),
