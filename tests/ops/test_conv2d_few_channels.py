@@ -1,3 +1,5 @@
+import itertools
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -5,7 +7,7 @@ import pytest
 from cudiff import ops
 from cudiff.cuda.device import asked_about
 from cudiff.cuda.kernels.convolution import few_channels, table
-from cudiff.cuda.kernels.convolution.problem import DGRAD, FPROP, WGRAD, Fusion, Operands
+from cudiff.cuda.kernels.convolution.problem import DGRAD, FPROP, WGRAD, Fusion, Image, Operands, Problem, Weight
 from cudiff.cuda.kernels.gemm.product import Epilogue
 from cudiff.tensor import Tensor
 from tests.check import problem_of, relative_error, sums_of
@@ -149,6 +151,24 @@ def test_gradient_to_a_norm(rng, shape, outputs, taps, scaled, float32_dout, dty
     assert Fusion.NORM_BACKWARD in few_channels.offer(problem).fused
     statistics = table.dgrad(given, (1, 1), convolution.padding)
     convolution.check(out, statistics)
+
+
+@pytest.mark.parametrize("turing", [False, True])
+def test_a_cast_is_taken_by_all_three_passes_or_none(host_of, turing):
+    host_of(not turing, turing=turing)
+    taken = []
+    for channels, few, taps, width in itertools.product((64, 384, 1024, 3072), (1, 3, 7), (1, 3), (8, 64, 256)):
+        thin = Image((2, 8, width, few), np.dtype(np.float32))
+        wide = Image((2, 8, width, channels), np.dtype(np.float16))
+        for x, out in ((thin, wide), (wide, thin)):
+            weight = Weight((out.shape[3], taps, taps, x.shape[3]))
+            problems = [Problem(direction, *images, padding=(taps // 2,) * 2, wanted=frozenset({Fusion.CAST}))
+                        for direction, images in ((FPROP, (x, weight, out)), (DGRAD, (out, weight, x)),
+                                                  (WGRAD, (x, weight, out)))]
+            offers = {few_channels.offer(problem) is None for problem in problems}
+            assert len(offers) == 1
+            taken.append(offers == {False})
+    assert 0.5 < np.mean(taken) < 1
 
 
 @pytest.mark.parametrize("outputs", [1, 2])

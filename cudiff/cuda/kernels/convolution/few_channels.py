@@ -68,11 +68,11 @@ def _supports(p: Problem) -> bool:
 
 
 def _row_bytes(p: Problem, few: Image, many: Image) -> int:
-    """Bytes for a tile of one row in the pass that needs most."""
-    weights = 0
-    if few is p.out and many.shape[3] > CONTRACTED:
-        weights = weights_bytes(many.shape[3], few.shape[3], p.kernel[0])
-    return products_bytes(1, many.shape[2], few.shape[3], p.kernel[0]) + weights
+    """Bytes for a tile of one row: in this pass, or with a cast in the one that needs most, for all three must choose
+    this kernel."""
+    weights = few is p.out or Fusion.CAST in p.wanted
+    sizes = few.shape[3], p.kernel[0]
+    return products_bytes(1, many.shape[2], *sizes) + (weights_bytes(many.shape[3], *sizes) if weights else 0)
 
 
 def sides(x: AnyImage, out: AnyImage) -> tuple[AnyImage, AnyImage]:
@@ -102,7 +102,9 @@ def products_bytes(rows: int, width: int, few: int, taps: int) -> int:
 
 
 def weights_bytes(channels: int, few: int, taps: int) -> int:
-    """Bytes of the weights of so many channels, and of what aligns them behind the products."""
+    """Bytes behind the products for the weights of so many channels, and for their alignment; 0 for `contract`."""
+    if channels <= CONTRACTED:
+        return 0
     return 2 * blocks(taps**2 * few, 8) * 8 * (channels + 4) + 4
 
 
@@ -126,13 +128,15 @@ def run(given: Operands, offer: Offer, p: Problem) -> ChannelStatistics | None:
         return _expand(given._replace(weight=weight), at, offer.fused, constants)
     x, out = given.x, given.out
     n, height, width, channels = x.shape
-    many_more = channels > CONTRACTED
-    weights = weights_bytes(channels, out.shape[3], taps) if many_more else 0
+    weights = weights_bytes(channels, out.shape[3], taps)
     rows, shared = _rows(n, height, lambda rows: products_bytes(rows, width, out.shape[3], taps) + weights)
+    sizes: tuple[int, ...] = height, width
+    name, columns = "contract", channels
+    if channels > CONTRACTED:
+        name, columns, sizes = "contract_many", _columns(channels), (height, width, channels)
     launch(
-        "conv2d_few_channels", "contract_many" if many_more else "contract", n * blocks(height, rows), THREADS,
-        (x, weight, given.epilogue.bias, out, at, height, width, *((channels,) if many_more else ()), rows), shared,
-        **constants, BN=_columns(channels) if many_more else channels, SUMS=0, NORM=0,
+        "conv2d_few_channels", name, n * blocks(height, rows), THREADS,
+        (x, weight, given.epilogue.bias, out, at, *sizes, rows), shared, **constants, BN=columns, SUMS=0, NORM=0,
     )
     return None
 
