@@ -19,6 +19,7 @@ from cudiff.ops.group_norm import group_norm
 from cudiff.ops.matmul import linear
 from cudiff.ops.norm_silu_conv2d import norm_silu_conv2d
 from cudiff.ops.random import Generator
+from cudiff.precision import allow_tf32
 from cudiff.tensor import Tensor
 from tests.host import H200, Array, decode, forget
 
@@ -160,6 +161,25 @@ def test_taps_of_one_column_are_told_by_the_stride_of_their_rows(host_of):
         conv2d(tensor(host, 2, 8, 8, 64), Tensor(own), padding=(1, 0))
     own, copied = ([decode(struct.unpack("=16Q", args[at]))[1:] for at in (2, 3)] for args in found)
     assert own == copied
+
+
+@pytest.mark.parametrize("taps", [(1, 1), (1, 3), (3, 1), (3, 3), (1, 7)])
+def test_taps_of_a_turned_weight_follow_each_other(host_of, taps):
+    """In tf32 the gradient of the input is a convolution with the weight as (C, R, S, K)."""
+    host, found = host_of(True), []
+    host.watch = lambda launch: found.append(launch) if launch.stem in ("conv2d_sm90", "shape") else None
+    x, weight = (tensor(host, *shape, dtype=float32) for shape in ((2, 8, 24, 64), (96, *taps, 64)))
+    with allow_tf32():
+        out = conv2d(x, weight, padding=tuple(size // 2 for size in taps))
+        found.clear()
+        out.backward(tensor(host, *out.shape, dtype=float32).data)
+    turn, = (launch for launch in found if launch.name == "turn")
+    dgrad, = (launch for launch in found if launch.stem == "conv2d_sm90")
+    turned = turn.args[0]
+    assert turned.shape == (64, *taps, 96) and turned.flags.c_contiguous
+    weights = decode(struct.unpack("=16Q", dgrad.args[2]))
+    assert weights.pointer == turned.data.ptr
+    assert weights.shape == (64, taps[0] * taps[1], 96) and weights.strides == (turned.strides[0], 96 * 4)
 
 
 def test_heads_keep_their_array(host_of):

@@ -212,7 +212,8 @@ class Configured:
         self.parts, self.together = (each, pixels // 8, 128, 4) if together else None, max(1, together)
         fprop, spared = p.direction != DGRAD or ready.turns, spared_k_steps(ready.channels, dtype.itemsize)
         last = ready.outputs % CHANNELS or CHANNELS if fprop else CHANNELS - 16 * spared  # rows of last weights
-        self.weight = _weight_maps(p.weight.shape[::-1] if ready.turns else p.weight.shape, dtype, last)
+        outputs, *taps, channels = p.weight.shape
+        self.weight = _weight_maps((channels, *taps, outputs) if ready.turns else p.weight.shape, dtype, last)
         self.skip_weight = _weight_maps((p.skip_weight or p.weight).shape, dtype, last)
         self.numbers = (
             n, height, columns, ready.channels, ready.outputs, kernel[1], ready.skip_channels, rows, halos, weights,
