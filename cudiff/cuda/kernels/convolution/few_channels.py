@@ -68,9 +68,9 @@ def _supports(p: Problem) -> bool:
 
 
 def _row_bytes(p: Problem, few: Image, many: Image) -> int:
-    """Bytes for a tile of one row in the pass that needs most."""
-    weights = 0
-    if few is p.out and many.shape[3] > CONTRACTED:
+    """Bytes for a tile of one row. With a cast in the pass that needs most: then all three must choose this."""
+    weights, contracts = 0, few is p.out and p.direction != WGRAD
+    if many.shape[3] > CONTRACTED and (contracts or Fusion.CAST in p.wanted):
         weights = weights_bytes(many.shape[3], few.shape[3], p.kernel[0])
     return products_bytes(1, many.shape[2], few.shape[3], p.kernel[0]) + weights
 
