@@ -132,3 +132,19 @@ def test_a_unit_without_dropout_and_dropout_without_a_norm(device, rng):
         norm_silu_conv2d(x, weight=weight, dropout=(0.3, generator, 1000))
     with pytest.raises(ValueError, match=r"p must lie in \[0, 1\), got 1"):
         norm_silu_conv2d(x, weight=weight, **norm, dropout=(1.0, generator, 1000))
+
+
+@pytest.mark.gpu
+def test_a_units_generator_on_another_device():
+    x, weight, one = (Tensor(np.ones(shape, np.float32), device="cuda") for shape in ((1, 4, 4, 8), (8, 8), (8,)))
+    with pytest.raises(ValueError, match="x is on cuda, dropout's generator on cpu"):
+        norm_silu_conv2d(x, weight=weight, norm_weight=one, norm_bias=one, num_groups=2,
+                         dropout=(0.3, Generator(3), 1000))
+
+
+@pytest.mark.parametrize("kind", [np.float16, np.float32, np.array])
+def test_p_as_numpy_has_it(device, kind):
+    x, weight, one = (Tensor(np.ones(shape, np.float32), device=device) for shape in ((2, 4, 4, 8), (8, 8), (8,)))
+    plain, given = (norm_silu_conv2d(x, weight=weight, norm_weight=one, norm_bias=one, num_groups=2,
+                                     dropout=(p, Generator(3, device), 1000)).numpy() for p in (0.25, kind(0.25)))
+    assert np.array_equal(plain, given)
