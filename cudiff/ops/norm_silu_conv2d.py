@@ -238,8 +238,9 @@ def norm_silu_conv2d(x: Tensor, x2: Tensor | None = None, *, weight: Tensor, bia
     of another dtype are converted. dtype: the result's, x's unless given. The narrower of both is that of the
     computation, but a GPU's convolution between few channels and many writes a float32 result without rounding it.
     statistics: whether a norm follows, for which kernels then compute channel statistics. dropout: p, generator and
-    stream, as `dropout` takes them, or None. Raises ValueError where shapes do not agree and for dropout without a norm,
-    of a p outside [0, 1) or by a generator on another device, TypeError for a conversion that is not between floating dtypes.
+    stream, as `dropout` takes them, or None. Raises ValueError where shapes do not agree and for dropout without a norm
+    or of a p outside [0, 1) or by a generator on another device, TypeError for a conversion that is not between
+    floating dtypes.
     """
     given = (x, x2, norm_weight, norm_bias, scale, shift, weight, bias, emb, residual, residual2, skip_weight,
              skip_bias)
@@ -248,8 +249,6 @@ def norm_silu_conv2d(x: Tensor, x2: Tensor | None = None, *, weight: Tensor, bia
         check_p(p)
         if norm_weight is None:
             raise ValueError("norm_silu_conv2d: dropout follows a norm: use ops.dropout where there is none")
-        if generator.device != x.device:
-            raise ValueError(f"norm_silu_conv2d: x is on {x.device}, dropout's generator on {generator.device}")
         dropout = (float(p), generator, stream) if p else None
     kinds = tuple([(None, None) if t is None else (t._data.shape, t._data.dtype) for t in given])
     own = dtype = x._data.dtype if dtype is None else np.dtype(dtype)

@@ -122,6 +122,16 @@ def test_a_units_dropout_is_that_of_the_operation_by_itself(device, rng):
     assert relative_error(*outs) < 1e-6 and relative_error(*grads) < 1e-5
 
 
+def test_a_weights_gradient_alone_is_of_what_was_kept(device, rng):
+    """No backward of the norm computes its output again."""
+    x, weight = (rng.standard_normal(shape).astype(np.float32) for shape in ((2, 5, 3, 8), (4, 8)))
+    x, one = Tensor(x, device=device), Tensor(np.ones(8, np.float32), device=device)
+    mask, own = (0.3, Generator(3, device), 1003), Tensor(weight, device=device, requires_grad=True)
+    norm_silu_conv2d(x, weight=own, norm_weight=one, norm_bias=one, num_groups=2, dropout=mask).sum().backward()
+    kept = dropout(group_norm(x, one, one, 2, silu=True), *mask).numpy()
+    assert relative_error(Tensor(own.grad).numpy(), np.tile(kept.sum((0, 1, 2)), (4, 1))) < 1e-5
+
+
 def test_a_unit_without_dropout_and_dropout_without_a_norm(device, rng):
     x, weight, one, zero = (Tensor(array.astype(np.float32), device=device) for array in (
         rng.standard_normal((1, 4, 4, 8)), rng.standard_normal((8, 8)), np.ones(8), np.zeros(8)))
@@ -139,7 +149,7 @@ def test_a_unit_without_dropout_and_dropout_without_a_norm(device, rng):
 @pytest.mark.gpu
 def test_a_units_generator_on_another_device():
     x, weight, one = (Tensor(np.ones(shape, np.float32), device="cuda") for shape in ((1, 4, 4, 8), (8, 8), (8,)))
-    with pytest.raises(ValueError, match="x is on cuda, dropout's generator on cpu"):
+    with pytest.raises(ValueError, match="on cuda by a generator on cpu"):
         norm_silu_conv2d(x, weight=weight, norm_weight=one, norm_bias=one, num_groups=2,
                          dropout=(0.3, Generator(3), 1000))
 
