@@ -331,3 +331,5 @@ def _check(shapes: Inputs, num_groups: int, upsample: bool) -> None:
     if shapes.norm_weight is not None:
         norm = shapes.norm_weight, shapes.norm_bias, shapes.scale, shapes.shift
         check_norm("norm_silu_conv2d", x[0], channels, num_groups, *norm)
+        if 0 in x:
+            raise ValueError(f"norm_silu_conv2d: x of shape {x} holds nothing to normalise")
