@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from cudiff import Generator, Tensor, dropout
+from cudiff.cuda.kernels.norm import portable
 from cudiff.ops.group_norm import group_norm
 from cudiff.ops.norm_silu_conv2d import norm_silu_conv2d
 from cudiff.ops.random import random_bits
@@ -130,6 +131,25 @@ def test_a_weights_gradient_alone_is_of_what_was_kept(device, rng):
     norm_silu_conv2d(x, weight=own, norm_weight=one, norm_bias=one, num_groups=2, dropout=mask).sum().backward()
     kept = dropout(group_norm(x, one, one, 2, silu=True), *mask).numpy()
     assert relative_error(Tensor(own.grad).numpy(), np.tile(kept.sum((0, 1, 2)), (4, 1))) < 1e-5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("channels", [(16, 8), (3, 5)])
+def test_threads_of_several_pixels_of_two_sources(for_any_gpu, monkeypatch, rng, channels):
+    """group_norm.cu's, by one tile for an image: a mask's rows are as long as both sources'."""
+    for_any_gpu()
+    tiling = portable.tiling
+    monkeypatch.setattr(portable, "tiling", lambda *args, **more: (1, *tiling(*args, **more)[1:]))
+    arrays = [rng.standard_normal(shape) for shape in (*((2, 27, 29, c) for c in channels), (4, sum(channels)))]
+    found = []
+    for device, dtype in (("cpu", np.float64), ("cuda", np.float32)):
+        x, x2, weight = leaves = [Tensor(a.astype(dtype), device=device, requires_grad=True) for a in arrays]
+        one = Tensor(np.ones(sum(channels), dtype), device=device)
+        out = norm_silu_conv2d(x, x2, weight=weight, norm_weight=one, norm_bias=one, num_groups=4,
+                               dropout=(0.3, Generator(3, device), 1003))
+        (out * out).sum().backward()
+        found.append([out.numpy(), *(Tensor(leaf.grad).numpy() for leaf in leaves)])
+    assert all(relative_error(got, expected) < 1e-5 for expected, got in zip(*found, strict=True))
 
 
 def test_a_unit_without_dropout_and_dropout_without_a_norm(device, rng):
