@@ -176,6 +176,14 @@ def test_a_cast_only_where_all_passes_fit(host_of, hopper, shape, outputs):
     assert (x.grad.dtype, out.dtype) == (own, wanted)
 
 
+def test_a_weights_gradient_needs_no_room_for_weights(host_of):
+    host = host_of(False, turing=True)
+    x, weight = (Tensor(host.zeros(s, np.float16), requires_grad=True) for s in ((1, 8, 64, 512), (3, 3, 3, 512)))
+    out = ops.conv2d(x, weight, padding=1)
+    out.backward(host.zeros(out.shape, np.float16))
+    assert [name for stem, name in host.launches if stem == "conv2d_few_channels"] == ["expand", "wgrad"]
+
+
 @pytest.mark.parametrize("flipped", [False, True])
 @pytest.mark.parametrize("shape", [(64, 3, 3, 3), (3, 3, 3, 64)])
 def test_where_the_kernel_finds_the_weight(shape, flipped):
