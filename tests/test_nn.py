@@ -115,6 +115,7 @@ def test_dropout_of_nothing_needs_no_numbers():
     x, layer = Tensor(np.ones(3, np.float32)), nn.Dropout(0.0)
     assert layer.train()(x) is x
     assert nn.Dropout(0.5).eval()(x) is x
+    assert layer.draw("cpu") is None and nn.Dropout(0.5).eval().draw("cpu") is None
 
 
 def test_dropout_makes_random_numbers_of_its_own(device):
@@ -129,6 +130,7 @@ def test_dropout_makes_random_numbers_of_its_own(device):
     layer = nn.Dropout(0.5)
     out = layer(x)
     layer(x)
+    assert layer.generator.step.numpy() == 2
     out.backward(np.ones((4, 32), np.float32))
     np.testing.assert_array_equal(Tensor(x.grad).numpy(), out.numpy())
     given = cudiff.Generator(3, device)

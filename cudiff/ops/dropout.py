@@ -77,7 +77,10 @@ def _prepared(rows, size, dtype, seed, stream, first, p):
 
 
 def dropout_of(shape: tuple[int, ...], p: float, generator: Generator, stream: int) -> norm.Dropout:
-    """Dropout of a norm's output of this shape, with an array for its mask, which the norm writes."""
+    """Dropout of a norm's output of this shape on CUDA, with an array for its mask, which the norm writes. Raises
+    ValueError for a generator on the CPU."""
+    if generator.device != "cuda":
+        raise ValueError(f"dropout of an array on cuda by a generator on {generator.device}: both lie on one device")
     words = drawing(p, generator.seed, stream, generator.first_row(shape[0]))
     mask = empty((shape[0], blocks(math.prod(shape[1:]), 8)), np.uint8)
     return norm.Dropout(mask, _scale(p), generator.step.data, *words)

@@ -239,20 +239,23 @@ def norm_silu_conv2d(x: Tensor, x2: Tensor | None = None, *, weight: Tensor, bia
     computation, but a GPU's convolution between few channels and many writes a float32 result without rounding it.
     statistics: whether a norm follows, for which kernels then compute channel statistics. dropout: p, generator and
     stream, as `dropout` takes them, or None. Raises ValueError where shapes do not agree and for dropout without a norm
-    or of a p outside [0, 1), TypeError for a conversion that is not between floating dtypes.
+    or of a p outside [0, 1) or by a generator on another device, TypeError for a conversion that is not between
+    floating dtypes.
     """
     given = (x, x2, norm_weight, norm_bias, scale, shift, weight, bias, emb, residual, residual2, skip_weight,
              skip_bias)
     if dropout is not None:
-        check_p(dropout[0])
+        p, generator, stream = dropout
+        check_p(p)
         if norm_weight is None:
             raise ValueError("norm_silu_conv2d: dropout follows a norm: use ops.dropout where there is none")
+        dropout = (float(p), generator, stream) if p else None
     kinds = tuple([(None, None) if t is None else (t._data.shape, t._data.dtype) for t in given])
     own = dtype = x._data.dtype if dtype is None else np.dtype(dtype)
     if not _reads_as_they_are(kinds, dtype, num_groups, upsample):
         given, own = _converted(Inputs(*given), dtype, upsample)
     out = NormSiluConv2d.apply(*given, num_groups=index(num_groups), eps=eps, silu=silu, upsample=upsample, relu=relu,
-                               statistics=statistics, dtype=own, dropout=dropout if dropout and dropout[0] else None)
+                               statistics=statistics, dtype=own, dropout=dropout)
     return out if own == dtype else astype(out, dtype)
 
 
@@ -330,3 +333,5 @@ def _check(shapes: Inputs, num_groups: int, upsample: bool) -> None:
     if shapes.norm_weight is not None:
         norm = shapes.norm_weight, shapes.norm_bias, shapes.scale, shapes.shift
         check_norm("norm_silu_conv2d", x[0], channels, num_groups, *norm)
+        if 0 in x:
+            raise ValueError(f"norm_silu_conv2d: x of shape {x} holds nothing to normalise")

@@ -180,6 +180,30 @@ def test_a_weight_that_is_every_second_one_of_more(host_of, outputs):
     assert ("conv2d_few_channels", "contract") in host.launches
 
 
+@pytest.mark.parametrize("hopper, shape, outputs", [
+    (True, (1, 8, 8, 7), 2048), (True, (1, 8, 256, 7), 192), (False, (1, 8, 64, 3), 512), (False, (1, 8, 64, 512), 3),
+], ids=str)
+def test_a_cast_only_where_all_passes_fit(host_of, hopper, shape, outputs):
+    """The gradient of a thin float32 image takes the most shared memory, as its weights stay there."""
+    low = ml_dtypes.bfloat16 if hopper else np.float16
+    host = host_of(hopper, turing=not hopper)
+    thin_in = shape[3] < outputs
+    own, wanted = (np.float32, low) if thin_in else (low, np.float32)
+    x = Tensor(host.zeros(shape, own), requires_grad=True)
+    weight = Tensor(host.zeros((outputs, 3, 3, shape[3]), low), requires_grad=True)
+    out = ops.norm_silu_conv2d(x, weight=weight, dtype=wanted)
+    out.backward(host.zeros(out.shape, wanted))
+    assert (x.grad.dtype, out.dtype) == (own, wanted)
+
+
+def test_a_weights_gradient_needs_no_room_for_weights(host_of):
+    host = host_of(False, turing=True)
+    x, weight = (Tensor(host.zeros(s, np.float16), requires_grad=True) for s in ((1, 8, 64, 512), (3, 3, 3, 512)))
+    out = ops.conv2d(x, weight, padding=1)
+    out.backward(host.zeros(out.shape, np.float16))
+    assert [name for stem, name in host.launches if stem == "conv2d_few_channels"] == ["expand", "wgrad"]
+
+
 @pytest.mark.parametrize("flipped", [False, True])
 @pytest.mark.parametrize("shape", [(64, 3, 3, 3), (3, 3, 3, 64)])
 def test_where_the_kernel_finds_the_weight(shape, flipped):

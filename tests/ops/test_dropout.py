@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from cudiff import Generator, Tensor, dropout
+from cudiff.cuda.kernels.norm import portable
 from cudiff.ops.group_norm import group_norm
 from cudiff.ops.norm_silu_conv2d import norm_silu_conv2d
 from cudiff.ops.random import random_bits
@@ -18,12 +19,14 @@ def test_gradient_and_backends(device, rng, shape, p):
 
 
 def test_mask_is_of_halves_of_philox_words(device):
-    generator = Generator(5, device)
+    """With all bits of seed and stream."""
+    seed, stream = 5 + (3 << 40), 1000 + (2 << 16)
+    generator = Generator(seed, device)
     generator.advance()
     x = Tensor(np.ones((4, 6, 7), np.float32), device=device)
-    words = random_bits(4, 21, 5, 1000, 1, 0)[:, :21]  # 32 bits for two elements
+    words = random_bits(4, 21, seed, stream, 1, 0)[:, :21]  # 32 bits for two elements
     halves = np.stack((words & 0xFFFF, words >> 16), axis=-1).reshape(x.shape)
-    assert np.array_equal(dropout(x, 0.3, generator, 1000).numpy() != 0, halves >= round(0.3 * 2**16))
+    assert np.array_equal(dropout(x, 0.3, generator, stream).numpy() != 0, halves >= round(0.3 * 2**16))
 
 
 @pytest.mark.parametrize("p, dropped", [(1e-9, 1), (3 / 2**17, 2), (1 - 1e-9, 2**16 - 1)])
@@ -106,7 +109,7 @@ def test_a_units_dropout_is_that_of_the_operation_by_itself(device, rng):
         generator.samples = range(2, 5)
         own = Tensor(x, requires_grad=True, device=device)
         eye, one, zero = (Tensor(a.astype(np.float32), device=device) for a in (np.eye(9), np.ones(9), np.zeros(9)))
-        mask = 0.5, generator, 1003
+        mask = 0.3, generator, 1004
         if fused:
             out = norm_silu_conv2d(own, weight=eye, norm_weight=one, norm_bias=zero, num_groups=3, dropout=mask)
         else:
@@ -118,6 +121,35 @@ def test_a_units_dropout_is_that_of_the_operation_by_itself(device, rng):
         grads.append(Tensor(own.grad).numpy())
     assert np.array_equal(*(out == 0 for out in outs)) and len({*(outs[0][:, -1, -1, -1] == 0)}) == 2
     assert relative_error(*outs) < 1e-6 and relative_error(*grads) < 1e-5
+
+
+def test_a_weights_gradient_alone_is_of_what_was_kept(device, rng):
+    """No backward of the norm computes its output again."""
+    x, weight = (rng.standard_normal(shape).astype(np.float32) for shape in ((2, 5, 3, 8), (4, 8)))
+    x, one = Tensor(x, device=device), Tensor(np.ones(8, np.float32), device=device)
+    mask, own = (0.3, Generator(3, device), 1003), Tensor(weight, device=device, requires_grad=True)
+    norm_silu_conv2d(x, weight=own, norm_weight=one, norm_bias=one, num_groups=2, dropout=mask).sum().backward()
+    kept = dropout(group_norm(x, one, one, 2, silu=True), *mask).numpy()
+    assert relative_error(Tensor(own.grad).numpy(), np.tile(kept.sum((0, 1, 2)), (4, 1))) < 1e-5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("channels", [(16, 8), (3, 5)])
+def test_threads_of_several_pixels_of_two_sources(for_any_gpu, monkeypatch, rng, channels):
+    """group_norm.cu's, by one tile for an image: a mask's rows are as long as both sources'."""
+    for_any_gpu()
+    tiling = portable.tiling
+    monkeypatch.setattr(portable, "tiling", lambda *args, **more: (1, *tiling(*args, **more)[1:]))
+    arrays = [rng.standard_normal(shape) for shape in (*((2, 27, 29, c) for c in channels), (4, sum(channels)))]
+    found = []
+    for device, dtype in (("cpu", np.float64), ("cuda", np.float32)):
+        x, x2, weight = leaves = [Tensor(a.astype(dtype), device=device, requires_grad=True) for a in arrays]
+        one = Tensor(np.ones(sum(channels), dtype), device=device)
+        out = norm_silu_conv2d(x, x2, weight=weight, norm_weight=one, norm_bias=one, num_groups=4,
+                               dropout=(0.3, Generator(3, device), 1003))
+        (out * out).sum().backward()
+        found.append([out.numpy(), *(Tensor(leaf.grad).numpy() for leaf in leaves)])
+    assert all(relative_error(got, expected) < 1e-5 for expected, got in zip(*found, strict=True))
 
 
 def test_a_unit_without_dropout_and_dropout_without_a_norm(device, rng):
@@ -132,3 +164,19 @@ def test_a_unit_without_dropout_and_dropout_without_a_norm(device, rng):
         norm_silu_conv2d(x, weight=weight, dropout=(0.3, generator, 1000))
     with pytest.raises(ValueError, match=r"p must lie in \[0, 1\), got 1"):
         norm_silu_conv2d(x, weight=weight, **norm, dropout=(1.0, generator, 1000))
+
+
+@pytest.mark.gpu
+def test_a_units_generator_on_another_device():
+    x, weight, one = (Tensor(np.ones(shape, np.float32), device="cuda") for shape in ((1, 4, 4, 8), (8, 8), (8,)))
+    with pytest.raises(ValueError, match="on cuda by a generator on cpu"):
+        norm_silu_conv2d(x, weight=weight, norm_weight=one, norm_bias=one, num_groups=2,
+                         dropout=(0.3, Generator(3), 1000))
+
+
+@pytest.mark.parametrize("kind", [np.float16, np.float32, np.array])
+def test_p_as_numpy_has_it(device, kind):
+    x, weight, one = (Tensor(np.ones(shape, np.float32), device=device) for shape in ((2, 4, 4, 8), (8, 8), (8,)))
+    plain, given = (norm_silu_conv2d(x, weight=weight, norm_weight=one, norm_bias=one, num_groups=2,
+                                     dropout=(p, Generator(3, device), 1000)).numpy() for p in (0.25, kind(0.25)))
+    assert np.array_equal(plain, given)

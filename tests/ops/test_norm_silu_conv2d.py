@@ -413,6 +413,8 @@ def torch_unit(arrays, attrs, p=None):
     (dict(skip_weight=None, skip_bias=None), "residual has shape"),
     (dict(skip_weight=None, skip_bias=None, residual=(2, 5, 6, 4), residual2=(2, 5, 6, 4)), "residual2 needs"),
     (dict(norm_weight=(4,), norm_bias=(8,)), "the norm's weight"),
+    (dict(x=(2, 0, 6, 8), residual=(2, 0, 6, 8), norm_weight=(8,), norm_bias=(8,)), "nothing to normalise"),
+    (dict(x=(2, 5, 6, 0), x2=(2, 5, 6, 8), norm_weight=(8,), norm_bias=(8,)), "nothing to normalise"),
     (dict(norm_weight=(8,), norm_bias=(8,), scale=(1, 8)), "the norm's scale"),
 ], ids=str)
 def test_sizes_that_do_not_fit(device, changes, message):

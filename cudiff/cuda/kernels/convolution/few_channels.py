@@ -68,11 +68,10 @@ def _supports(p: Problem) -> bool:
 
 
 def _row_bytes(p: Problem, few: Image, many: Image) -> int:
-    """Bytes for a tile of one row: in this pass, or with a cast in the one that needs most, for all three must choose
-    this kernel."""
-    weights = few is p.out or Fusion.CAST in p.wanted
-    sizes = few.shape[3], p.kernel[0]
-    return products_bytes(1, many.shape[2], *sizes) + (weights_bytes(many.shape[3], *sizes) if weights else 0)
+    """Bytes for a tile of one row. With a cast in the pass that needs most: then all three must choose this kernel."""
+    sizes, contracts = (few.shape[3], p.kernel[0]), few is p.out and p.direction != WGRAD
+    weights = weights_bytes(many.shape[3], *sizes) if contracts or Fusion.CAST in p.wanted else 0
+    return products_bytes(1, many.shape[2], *sizes) + weights
 
 
 def sides(x: AnyImage, out: AnyImage) -> tuple[AnyImage, AnyImage]:
