@@ -50,7 +50,8 @@ def _mask_numpy(ctx, x):
     size = x.size // max(rows, 1)
     halves = random_bits(rows, blocks(size, 2), *ctx.key).astype("<u4", copy=False).view("<u2")
     kept = halves[:, :size].reshape(x.shape) >= _threshold(ctx.p)
-    return (x.astype(compute_dtype(x.dtype), copy=False) * kept * _scale(ctx.p)).astype(x.dtype, copy=False)
+    wide = x.astype(compute_dtype(x.dtype), copy=False)
+    return np.where(kept, wide * _scale(ctx.p), 0).astype(x.dtype, copy=False)
 
 
 def _threshold(p):

@@ -37,6 +37,15 @@ def test_the_mean_stays_where_p_is_rounded(device, p, dropped):
     assert kept == {np.float32(65536 / (65536 - dropped))}
 
 
+@pytest.mark.parametrize("value", [np.inf, np.nan])
+def test_what_is_dropped_is_0_whatever_it_was(device, value):
+    x = np.ones((4, 50), np.float32)
+    dropped = dropout(Tensor(x, device=device), 0.4, Generator(5, device), 1000).numpy() == 0
+    x[dropped] = value
+    out = dropout(Tensor(x, device=device), 0.4, Generator(5, device), 1000).numpy()
+    assert np.array_equal(out == 0, dropped) and np.isfinite(out).all()
+
+
 def test_backward_uses_forwards_mask_even_after_advance(device):
     generator = Generator(5, device)
     x = Tensor(np.ones((8, 50), np.float32), requires_grad=True, device=device)
