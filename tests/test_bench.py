@@ -417,11 +417,11 @@ def test_a_profile_has_every_launch_of_a_step_and_can_repeat_it(monkeypatch, rng
     step()  # compiles
     before = launches()
     step()
-    kept, first = launches_of(step), outs[-1].numpy()
-    assert len(kept) == (launches() - before) / 2
+    noted, first = launches_of(step), outs[-1].numpy()
+    assert len(noted) == (launches() - before) / 2
     outs[-1].data.fill(0)
-    for one_launch in kept:
-        one_launch.run()
+    for noted_launch in noted:
+        noted_launch.run()
     assert first == outs[-1].numpy() != 0
 
 

@@ -110,7 +110,8 @@ def test_integers_are_refused():
 
 
 def test_a_units_dropout_is_that_of_the_operation_by_itself(device, rng):
-    """Bit for bit in float32 by a weight of one tap; backward has forward's mask, whatever the generator does."""
+    """The mask is the same, results by a weight of one tap to float32's rounding; backward has forward's mask, whatever
+    the generator does."""
     x, dout = (rng.standard_normal((3, 5, 5, 9)).astype(np.float32) for _ in range(2))
     grads, outs = [], []
     for fused in (True, False):

@@ -92,8 +92,7 @@ Target = tuple[Array | None, bool]
 class Backward(NamedTuple):
     """As `Forward`, with dy and where the gradients go. A second addend of a lone source's gradient stands in dx2. y:
     receives the output again, or None. statistics: PRODUCTS that came with dy, or None; with them dy is d_preact, and
-    there is no dropout.
-    din_statistics: receives SUMS of dx at 0 and of dx2 at 1, or None."""
+    there is no dropout. din_statistics: receives SUMS of dx at 0 and of dx2 at 1, or None."""
 
     dy: Array
     x: Array

@@ -256,8 +256,7 @@ class SharedLaunch:
         self.launches[weights].run((
             self.x.at(x.data.ptr), second, self.dy.at(dy.data.ptr), x, x2, dy, *given.dx, *given.dx2,
             given.y, *own_sums, totals, *given.dscale, *given.dshift, *given.dweight, *given.dbias, *given.affine,
-            workspace, *self.sizes, given.silu, plan.parts, plan.kept,
-            *given.dropout[:2],
+            workspace, *self.sizes, given.silu, plan.parts, plan.kept, *given.dropout[:2],
         ))
         return totals
 
