@@ -167,7 +167,7 @@ extern "C" __global__ void fit(T* out, const T* x, u32 n, u32 rows, u32 columns,
         Pack<T> pack;
 #pragma unroll
         for (u32 k = 0; k < SIZE; k++) {
-            pack.v[k] = row < own_rows && column < own_columns ? from[column] : T{};
+            pack.v[k] = first + k < n && row < own_rows && column < own_columns ? from[column] : T{};
             if (++column < columns) continue;
             column = 0, from += pitch;
             if (++row == rows) row = 0, from = x + ++of * batch;
