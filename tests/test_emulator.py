@@ -173,6 +173,20 @@ def test_an_operation_is_computed_by_its_kernels(host, rng):
     assert host.broken() == []
 
 
+def test_a_read_behind_an_array_is_seen(host):
+    """Also what is not used. The next launch finds all as it was."""
+    text = """
+    extern "C" __global__ void f(float* out, const float* x, int count) {
+        float read = x[threadIdx.x];
+        out[threadIdx.x] = threadIdx.x < count ? read : 0.0f;
+    }"""
+    x, out = host.arange(4, dtype=np.float32), host.empty(32, np.float32)
+    for threads, told in ((4, None), (32, "it reads or writes behind an array"), (4, None)):
+        out[:] = np.nan
+        assert launched(host, text, 1, threads, out, x, 4) == told
+        assert told or out[:4].tolist() == [0, 1, 2, 3]
+
+
 def test_a_write_beside_an_array_is_seen(host):
     out = host.empty(3, np.float32)
     text = 'extern "C" __global__ void f(float* out) { out[threadIdx.x] = 1; }'

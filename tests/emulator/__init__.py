@@ -18,6 +18,7 @@ import ctypes
 import functools
 import hashlib
 import math
+import mmap
 import os
 import shutil
 import struct
@@ -40,7 +41,7 @@ from tests.host import Array, Host, Launch, pretend
 HEADERS = [Path(__file__).with_name(name) for name in ("threads.h", "cuda.h", "ptx.h")]
 OPTIONS = ("-std=c++20", "-O1", "-march=native", "-ffp-contract=off", "-fno-strict-aliasing", "-fno-stack-protector",
            "-U_FORTIFY_SOURCE", "-w", "-fPIC", "-fvisibility=hidden", "-fno-gnu-unique")
-GUARD = 256  # bytes before and behind each array
+GUARD = 256  # bytes before each array, at least
 WORKSPACE = 16 * (1 + 256 * 132)  # bytes of an H200's exchange workspace
 POISON, GUARDED = 0xFF, 0xA5  # floats of these bytes are NaN, and -2.9e-16
 
@@ -103,6 +104,16 @@ def call(library: ctypes.CDLL, name: str, grid: Sequence[int], block: Sequence[i
     return told and told.decode()
 
 
+def _memory(bytes: int) -> np.ndarray:
+    """At least so many bytes, whole pages, before a page that cannot be read."""
+    size = -(-bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    whole = np.frombuffer(mmap.mmap(-1, size + mmap.PAGESIZE), np.uint8)
+    status = ctypes.CDLL(None).mprotect(ctypes.c_void_p(whole.ctypes.data + size), ctypes.c_size_t(mmap.PAGESIZE), 0)
+    assert status == 0, "the page behind an array stays readable"
+    whole[:size] = GUARDED
+    return whole[:size]
+
+
 class Emulated(Array):
     """CuPy's array, with a real address. Of its memory it is no view."""
 
@@ -130,11 +141,12 @@ class Emulator(Host):
         self._guarded: list[tuple[np.ndarray, int, int]] = []
 
     def empty(self, shape: Any, dtype: Any = np.float64, buffer: Any = None) -> Array:
-        """An array of NaN bytes between guards, or one over `buffer`."""
+        """An array of NaN bytes, or one over `buffer`. Before it lie guards, and behind it a page that cannot be
+        read: it ends less than 16 bytes before that, which are guards too."""
         if buffer is None:
             bytes = (math.prod(shape) if isinstance(shape, tuple) else int(shape)) * np.dtype(dtype).itemsize
-            whole = np.full(bytes + 3 * GUARD, GUARDED, np.uint8)
-            start = GUARD + -whole.ctypes.data % GUARD
+            whole = _memory(bytes + GUARD)
+            start = (whole.size - bytes) // 16 * 16
             buffer = whole[start : start + bytes]
             buffer[:] = POISON
             self._guarded.append((whole, start, start + bytes))

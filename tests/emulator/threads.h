@@ -8,6 +8,7 @@
 #include <array>
 #include <cmath>
 #include <csetjmp>
+#include <csignal>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -294,6 +295,20 @@ static void run_together(std::vector<Block>& blocks, int shared) {
     }
 }
 
+static sigjmp_buf outside;  // of the kernel: where a launch goes on when a thread touches memory that it may not
+static void touched(int) { siglongjmp(outside, 1); }
+
+static void run_all(const unsigned* grid, int shared, dim3 set) {
+    for (unsigned z = 0; z < grid[2]; z += set.z)
+        for (unsigned y = 0; y < grid[1]; y += set.y)
+            for (unsigned x = 0; x < grid[0] && !failure; x += set.x) {
+                std::vector<Block> blocks(set.x * set.y * set.z);
+                for (unsigned i = 0; i < blocks.size(); i++)
+                    blocks[i].index = {x + i % set.x, y + i / set.x % set.y, z + i / (set.x * set.y)};
+                run_together(blocks, shared);
+            }
+}
+
 // Calls a kernel for all threads of a grid. Returns what went wrong, or null.
 static const char* run(void (*kernel)(void**), void** args, const unsigned* grid, const unsigned* block, int shared, bool cooperative,
                        dim3 cluster) {
@@ -301,16 +316,13 @@ static const char* run(void (*kernel)(void**), void** args, const unsigned* grid
     gridDim = {grid[0], grid[1], grid[2]}, blockDim = {block[0], block[1], block[2]};
     dim3 set = cooperative ? gridDim : cluster;
     if (grid[0] % set.x || grid[1] % set.y || grid[2] % set.z) return "the grid is no multiple of its clusters";
-    for (unsigned z = 0; z < grid[2]; z += set.z)
-        for (unsigned y = 0; y < grid[1]; y += set.y)
-            for (unsigned x = 0; x < grid[0]; x += set.x) {
-                std::vector<Block> blocks(set.x * set.y * set.z);
-                for (unsigned i = 0; i < blocks.size(); i++)
-                    blocks[i].index = {x + i % set.x, y + i / set.x % set.y, z + i / (set.x * set.y)};
-                run_together(blocks, shared);
-                if (failure) return failure;
-            }
-    return nullptr;
+    struct sigaction ours = {}, theirs;
+    ours.sa_handler = touched;
+    sigaction(SIGSEGV, &ours, &theirs);
+    if (sigsetjmp(outside, 1)) failure = "it reads or writes behind an array", threads.clear();
+    else run_all(grid, shared, set);
+    sigaction(SIGSEGV, &theirs, nullptr);
+    return failure;
 }
 
 template <typename... P> struct Call {
