@@ -74,8 +74,8 @@ FALSE = [
                    "d_preact, the result of conv2d_sm90's dgrad"),
     _stored_by_tma("gated.backward", "Hopper: gated linear layer", "y, the result of gemm_sm90"),
 ]
-# memcheck takes an operand of wgmma for one run of bytes: 6,144 for three vertical taps of a weight gradient. They lie an
-# image row apart and overlap, so that with 8 pixels a row they take 4,096. It would report the bytes behind the last.
+# memcheck takes an operand of wgmma for one run of bytes: 6,144 for three vertical taps of a weight gradient. They lie
+# an image row apart and overlap, so that with 8 pixels a row they take 4,096. It would report the bytes behind them.
 BEHIND = {"conv2d_wgrad_sm90": 2048}
 JOB = re.compile(r"^@@ job (.+)$")
 MARK = re.compile(r"^@@ launch (\S+) (\S+)$")
