@@ -94,7 +94,6 @@
 //              clusters an exchange workspace of 256 · PIXELS bytes.
 #include "affine.cuh"
 #include "cluster.cuh"
-#include "channel_statistics.cuh"
 #include "wgmma.cuh"
 
 enum Pass { FPROP, DGRAD };
@@ -109,7 +108,7 @@ constexpr int SHARE = PIXELS / 8 / CLUSTER;  // rows of a tile that a block fini
 constexpr int CHUNK_BYTES = CEIL_DIV(SHARE, 2) * 2 * 8 * ROW_BYTES;  // stmatrix writes two rows
 constexpr int RESULT_BYTES = 64 / CHUNK * CHUNK_BYTES;
 constexpr int IMAGE_ROWS = (PIXELS / 8 + R / 2) / IMAGES;  // of a tile, from an image to the next: its own, and of zeros R / 2
-typedef StatisticsOf<T>::Type Statistics;
+#include "conv2d_epilogue.cuh"
 #include "stream_k.cuh"
 
 struct OutputTile {
@@ -119,12 +118,6 @@ struct OutputTile {
         h0 = in_image / across * rows, w0 = in_image % across * 8;
     }
 };
-
-__device__ __forceinline__ float2 relu(float2 v) { return make_float2(v.x < 0.0f ? 0.0f : v.x, v.y < 0.0f ? 0.0f : v.y); }
-
-// Adds a value to the sums: under NORM `other` is the norm's input, else it is the value itself.
-__device__ __forceinline__ void add(RawStatistics& total, float v, float other) { total.sum += v, total.square += v * other; }
-__device__ __forceinline__ void add(CentredStatistics& total, float v, float) { total.add(v); }
 
 // Add up the depth's splits: sends each block of the cluster its SHARE rows, and leaves in acc's first 4 · SHARE elements the
 // sums of this block's own, added in the order of the blocks. They arrive in `exchange`, float4 [from][SHARE][128]; `barrier`
@@ -233,6 +226,70 @@ __device__ __forceinline__ void load_operands(Work work, Ring& a, Ring& b, const
     }
 }
 
+// The products of a part, by a warpgroup: it issues those of a step while those of the step before are under way, and then gives
+// back the stages of the step before.
+struct Products {
+    float (&acc)[PIXELS / 2];
+    Ring &a, &b, a_read, b_read;  // the next stages, and the oldest that are still read
+    int S, first, i, s;           // columns of taps; the first step, the next one, and its column
+    bool resident;
+    __device__ __forceinline__ Products(float (&acc)[PIXELS / 2], Ring& a, Ring& b, const Part& part, int S, bool resident)
+        : acc(acc), a(a), b(b), a_read(a), b_read(b), S(S), first(part.first), i(part.first), s(part.first % S), resident(resident) {}
+
+    // Issues the k-steps of one tap of a chunk.
+    __device__ __forceinline__ void multiply(u32 tap, u32 pixels, int pitch, int k_steps, bool adds) {
+        u64 at_weight = tile_descriptor(tap), at_x = tile_descriptor(pixels, 16, pitch * ROW_BYTES);
+#pragma unroll
+        for (int k = 0; k < k_steps; k++)
+            wgmma<PASS == DGRAD, false>((T*)nullptr, acc, at_weight + k * DEPTH_STEP<PASS == DGRAD>,
+                                        at_x + k * DEPTH_STEP<false>, adds || k > 0);
+    }
+    // x's steps up to `end`. begin() is called once the first halo tile has arrived.
+    template <typename Begin> __device__ __forceinline__ void walk(int end, int k_steps, int pitch, int before, Begin begin) {
+        for (; i < end; i++, s = s + 1 < S ? s + 1 : 0) {
+            if (s == 0 || i == first) a.wait();
+            if (i == first) begin();
+            b.wait();
+            wgmma_fence();
+#pragma unroll
+            for (int r = 0; r < R; r++)
+                multiply(b.buffer() + r * TAP_BYTES, a.buffer() + (r * pitch + before + s) * ROW_BYTES, WHOLE_ROWS ? 8 : pitch,
+                         k_steps, i > first || r > 0);
+            wgmma_commit();
+            b.advance();
+            if (s == S - 1) a.advance();
+            wgmma_wait<1>();  // until only this step's products are under way: the stage before was read
+            if (i > first) {
+                if (!resident) b_read.release();
+                if (s == 0) a_read.release();
+            }
+        }
+    }
+    // SKIP's steps up to `end`. A loop of its own: with a branch in the loop above, products would wait for each other.
+    __device__ __forceinline__ void walk_skip_path(int end) {
+#pragma unroll 1
+        for (; i < end; i++) {
+            a.wait();
+            b.wait();
+            wgmma_fence();
+            multiply(b.buffer(), a.buffer(), 8, K_STEPS, i > first);
+            wgmma_commit();
+            a.advance(), b.advance();
+            wgmma_wait<1>();
+            if (i > first) {
+                if (!resident) b_read.release();
+                a_read.release();
+            }
+        }
+    }
+    __device__ __forceinline__ void end() {
+        wgmma_wait<0>();
+        a_read.release();
+        if (resident) b = b_read;  // the next iteration reads the same stages again
+        else b_read.release();
+    }
+};
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTER_DIMS
 conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap x2,
             const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap last_weight,
@@ -296,23 +353,17 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
     }
 
     set_registers<232, true>();
-    int group = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+    int group = threadIdx.x / 128, lane = threadIdx.x % 32;
     bool leads = threadIdx.x % 128 == 0;
     float2* norm_maps = reinterpret_cast<float2*>(shared + 1024) + IMAGES * 64 * group;  // of 64 channels of each image of the tile
     bool finishes_one = STREAM_K && all <= (i64)(gridDim.x / together) * steps;  // at most: then there is one place for results
     u32 result = results + (finishes_one ? 0 : group) * RESULT_BYTES, own_order = order + 8 * group, own_addend = addends + 8 * group;
-    u32 at_result = result;  // this lane's row for ldmatrix and stmatrix; of floats its first pixel and channel
-    if constexpr (LOW) {
-        at_result += (lane / 16 * 8 + lane % 8) * ROW_BYTES + ((warp * 2 + lane / 8 % 2 ^ lane % 8) << 4);
-    } else {
-        int pixel = lane % 4 * 2, chunk = warp % 2 * 4 + lane / 16;
-        at_result += warp / 2 * CHUNK_BYTES + pixel * ROW_BYTES + ((chunk ^ pixel) << 4) + lane / 4 % 4 * 4;
-    }
+    Place place(result);
     constexpr bool READS_BIASES = SKIP || STREAM_K;  // in each iteration: SKIP is short of registers
     float biases[2] = {};                            // of this lane's two channels
 #pragma unroll
     for (int i = 0; !READS_BIASES && i < 2; i++)
-        if (int k = work.k0 + warp * 16 + i * 8 + lane / 4; bias && k < K) biases[i] = bias[k];
+        if (int k = place.channel(work.k0, i); bias && k < K) biases[i] = bias[k];
     u32 addend_phase = 0;
     for (int iteration = 0; work.at < work.to; iteration++) {
         Part part = work.next();
@@ -333,11 +384,10 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
             int group = n * groups + k / (K / groups);
             norm_maps[j] = affine_of(Modulation(n, k, K, norm_weight, norm_bias, scale, shift), mean[group], rstd[group]);
         }
-        constexpr int OFFSETS = SKIP ? 1 : IMAGES;  // without emb they are all the same
-        float offset[OFFSETS][2], gain[2] = {};
+        float offset[OFFSETS][2];
 #pragma unroll
         for (int i = 0; i < OFFSETS * 2; i++) {
-            int image = i / 2, k = k0 + warp * 16 + i % 2 * 8 + lane / 4;
+            int image = i / 2, k = place.channel(k0, i % 2);
             float& sum = offset[image][i % 2];
             sum = biases[i % 2];
             if (READS_BIASES && bias && k < K) sum = bias[k];
@@ -348,65 +398,22 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
         // has waited for them. Ring::skip requires this.
         barrier_wait(own_order, phase ^ (group == 0));
         float acc[PIXELS / 2];
-        Ring a_read = a, b_read = b;
-        auto multiply = [&](u32 tap, u32 pixels, int pitch, int k_steps, bool adds) {  // issue the k-steps of one tap of a chunk
-            u64 at_weight = tile_descriptor(tap), at_x = tile_descriptor(pixels, 16, pitch * ROW_BYTES);
-#pragma unroll
-            for (int k = 0; k < k_steps; k++)
-                wgmma<PASS == DGRAD, false>((T*)nullptr, acc, at_weight + k * DEPTH_STEP<PASS == DGRAD>,
-                                            at_x + k * DEPTH_STEP<false>, adds || k > 0);
+        Products products(acc, a, b, part, S, resident);
+        auto load_addend = [&] {  // to where the results will lie
+            tma_store_wait();     // until TMA has read the last result
+            barrier_expect(own_addend, images * (64 / CHUNK) * min(rows, SHARE) * width * ROW_BYTES);
+            bool second = NORM && k0 >= K1;
+            for (int c = 0; c < 64; c += CHUNK)
+                for (int image = 0; image < images; image++)
+                    tma_load(result + c / CHUNK * CHUNK_BYTES + image * IMAGE_ROWS * 8 * ROW_BYTES, second ? addend2 : addend,
+                             own_addend, k0 + c - (second ? K1 : 0), tile.w0, h0, tile.n + image);
         };
-        int i = first, s = first % S;
-        auto walk = [&](int end, int k_steps) {  // x's steps up to `end`
-            for (; i < end; i++, s = s + 1 < S ? s + 1 : 0) {
-                if (s == 0 || i == first) a.wait();
-                if (READS && begins && i == first && leads) {  // asked for once the first halo tile has arrived
-                    tma_store_wait();                // until TMA has read the last result, which lies there
-                    barrier_expect(own_addend, images * (64 / CHUNK) * min(rows, SHARE) * width * ROW_BYTES);
-                    bool second = NORM && k0 >= K1;
-                    for (int c = 0; c < 64; c += CHUNK)
-                        for (int image = 0; image < images; image++)
-                            tma_load(result + c / CHUNK * CHUNK_BYTES + image * IMAGE_ROWS * 8 * ROW_BYTES,
-                                     second ? addend2 : addend, own_addend, k0 + c - (second ? K1 : 0), tile.w0, h0,
-                                     tile.n + image);
-                }
-                b.wait();
-                wgmma_fence();
-#pragma unroll
-                for (int r = 0; r < R; r++)
-                    multiply(b.buffer() + r * TAP_BYTES, a.buffer() + (r * pitch + before + s) * ROW_BYTES, WHOLE_ROWS ? 8 : pitch,
-                             k_steps, i > first || r > 0);
-                wgmma_commit();
-                b.advance();
-                if (s == S - 1) a.advance();
-                wgmma_wait<1>();  // until only this step's products are under way: the stage before was read
-                if (i > first) {
-                    if (!resident) b_read.release();
-                    if (s == 0) a_read.release();
-                }
-            }
-        };
-        if (SPARED > 0) walk(min(own - S, middle), K_STEPS);
-        walk(middle, K_STEPS - SPARED);
-#pragma unroll 1  // loops of their own: with a branch in the loop above, products would wait for each other
-        for (; i < last; i++) {
-            a.wait();
-            b.wait();
-            wgmma_fence();
-            multiply(b.buffer(), a.buffer(), 8, K_STEPS, i > first);
-            wgmma_commit();
-            a.advance(), b.advance();
-            wgmma_wait<1>();
-            if (i > first) {
-                if (!resident) b_read.release();
-                a_read.release();
-            }
-        }
+        auto begin = [&] { if (READS && begins && leads) load_addend(); };
+        if (SPARED > 0) products.walk(min(own - S, middle), K_STEPS, pitch, before, begin);
+        products.walk(middle, K_STEPS - SPARED, pitch, before, begin);
+        products.walk_skip_path(last);
         if (leads) barrier_arrive(order + 8 * (1 - group));
-        wgmma_wait<0>();
-        a_read.release();
-        if (resident) b = b_read;  // the next iteration reads the same stages again
-        else b_read.release();
+        products.end();
         if constexpr (STREAM_K) {
             if (!begins) {
                 leave(acc, parts, exchange, launch);
@@ -420,68 +427,10 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
         if (!READS && leads) tma_store_wait();
         if (SLOPE || !READS) warpgroup_meets();
         if (READS) barrier_wait(own_addend, addend_phase), addend_phase ^= 1;
-        int rows_inside = min(rows, H - tile.h0) - rank * SHARE, w = tile.w0 + lane % 4 * 2;
-        int inside = rows_inside * pitch - lane % 4 * 2;  // WHOLE_ROWS: pixels from this lane's first on
-        Statistics total[2] = {};
-        auto leave_sums = [&](int image, int i) {  // of one of this lane's two channels
-#pragma unroll
-            for (int other = 1; other < 4; other *= 2) total[i].add(shuffle(total[i], other));
-            int k = k0 + warp * 16 + i * 8 + lane / 4;
-            if (lane % 4 == 0 && k < K && image < images)
-                sums[(((i64)part.tile * IMAGES + image) * CLUSTER + rank) * K + k] = total[i];
-            total[i] = {};
-        };
-        u32 ahead[4] = {};  // the next two rows' words: a step does not wait for a read of its own
-        if constexpr (LOW && READS) ldmatrix_transposed(ahead, at_result);
-#pragma unroll
-        for (int row = 0; row < SHARE; row += 2) {
-            u32 words[4];  // two pixels each, alternately of two channels; two words a row
-            u32 at_row = at_result + row * 8 * ROW_BYTES;
-#pragma unroll
-            for (int i = 0; i < 4; i++) words[i] = ahead[i];
-            if constexpr (LOW && READS)
-                if (row + 2 < SHARE) ldmatrix_transposed(ahead, at_row + 16 * ROW_BYTES);
-#pragma unroll
-            for (int i = 0; i < 4 && row + i / 2 < SHARE; i++) {
-                int image = min((row + i / 2) / IMAGE_ROWS, IMAGES - 1);
-                bool begins_image = row + i / 2 == image * IMAGE_ROWS;
-                float& beside = offset[image % OFFSETS][i % 2];
-                if (SUMS && begins_image && image > 0) leave_sums(image - 1, i % 2);
-                if (SLOPE && begins_image) {
-                    float2 map = norm_maps[image * 64 + warp * 16 + i % 2 * 8 + lane / 4];
-                    gain[i % 2] = map.x, beside = map.y;
-                }
-                float* products = acc + 4 * row + 2 * i;
-                float2 v = make_float2(products[0], products[1]), other;
-                if constexpr (NORM) {
-                    other = unpack_pair<T>(words[i]);
-                    if (SLOPE) v.x *= silu_slope(fmaf(gain[i % 2], other.x, beside));
-                    if (SLOPE) v.y *= silu_slope(fmaf(gain[i % 2], other.y, beside));
-                    words[i] = pack_pair<T>(v.x, v.y);
-                } else {
-                    v.x += beside, v.y += beside;
-                    if constexpr (LOW) {
-                        float2 more = ADDS ? unpack_pair<T>(words[i]) : make_float2(0.0f, 0.0f);
-                        v.x += more.x, v.y += more.y;
-                        if (RELU) v = relu(v);
-                        words[i] = pack_pair<T>(v.x, v.y);
-                        v = unpack_pair<T>(words[i]);
-                    } else {
-                        u32 first = (at_row ^ i % 2 * 32) + i / 2 * 8 * ROW_BYTES, second = (first ^ 16) + ROW_BYTES;
-                        if (ADDS) v.x += __uint_as_float(load_shared(first)), v.y += __uint_as_float(load_shared(second));
-                        if (RELU) v = relu(v);
-                        store_shared(first, v.x), store_shared(second, v.y);
-                    }
-                    other = v;
-                }
-                bool counts = SUMS && image < images && row + i / 2 - image * IMAGE_ROWS < rows_inside, next = counts;
-                if (WHOLE_ROWS) counts = SUMS && (row + i / 2) * 8 < inside, next = SUMS && (row + i / 2) * 8 + 1 < inside;
-                if (counts && w < W) add(total[i % 2], v.x, other.x);  // branches for both pixels took 3 % of a step
-                if (next && (w + 1 < W || (WHOLE_ROWS && w + 1 == pitch))) add(total[i % 2], v.y, other.y);
-                if (WHOLE_ROWS && i % 2 == 1) w = w + 8 < pitch ? w + 8 : w + 8 - pitch;
-            }
-            if constexpr (LOW) stmatrix_transposed(at_row, words);
-        }
+        int rows_inside = min(rows, H - tile.h0) - rank * SHARE;
+        Inside inside = {images, rows_inside, rows_inside * pitch - lane % 4 * 2, tile.w0 + lane % 4 * 2, W, pitch};
+        TileSums tile_sums = {sums, (i64)part.tile * IMAGES * CLUSTER + rank, k0, K, images};
+        finish_rows(acc, offset, norm_maps, place, inside, tile_sums);
         fence_writes();
         warpgroup_meets();
         if (leads) {
@@ -492,7 +441,7 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
                               k0 + c - (second ? K1 : 0), tile.w0, h0, tile.n + image);
         }
 #pragma unroll
-        for (int i = 0; SUMS && i < 2; i++) leave_sums(IMAGES - 1, i);
+        for (int i = 0; SUMS && i < 2; i++) tile_sums.leave(place, IMAGES - 1, i);
     }
     if (leads) tma_store_wait();
 }
