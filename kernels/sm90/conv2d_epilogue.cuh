@@ -1,5 +1,5 @@
-// The epilogue of conv2d_sm90: a warpgroup finishes the results of an output tile. It adds what is added to the products, rounds, sums
-// what is summed, and writes the results to shared memory. A thread has two channels, in pairs of neighbouring pixels.
+// The epilogue of conv2d_sm90: a warpgroup finishes the results of an output tile. It adds what is added to the products, rounds,
+// sums, and writes the results to shared memory. A thread has two channels, in pairs of neighbouring pixels.
 #pragma once
 #include "channel_statistics.cuh"
 #include "wgmma.cuh"
@@ -52,8 +52,8 @@ struct TileSums {
 
 __device__ __forceinline__ float2 relu(float2 v) { return make_float2(v.x < 0.0f ? 0.0f : v.x, v.y < 0.0f ? 0.0f : v.y); }
 
-// Finishes the SHARE rows at the beginning of `acc`: v + offset, or under SLOPE v · silu'(z) with z by `norm_maps`, of each image's
-// 64 channels. Leaves the sums of all images but the last.
+// Finishes the SHARE rows at the beginning of `acc`: v + offset, or under SLOPE v · silu'(z) with z by `norm_maps`, those of each
+// image's 64 channels. Leaves the sums of all images but the last.
 __device__ __forceinline__ void finish_rows(const float (&acc)[PIXELS / 2], float (&offset)[OFFSETS][2], const float2* norm_maps,
                                             const Place& place, Inside inside, TileSums& sums) {
     float gain[2] = {};
@@ -101,8 +101,8 @@ __device__ __forceinline__ void finish_rows(const float (&acc)[PIXELS / 2], floa
                 other = v;
             }
             bool counts = SUMS && image < inside.images && row + i / 2 - image * IMAGE_ROWS < inside.rows, next = counts;
-            if (WHOLE_ROWS) counts = SUMS && (row + i / 2) * 8 < inside.pixels, next = SUMS && (row + i / 2) * 8 + 1 < inside.pixels;
-            int& w = inside.w;
+            int& w = inside.w, pixel = (row + i / 2) * 8;
+            if (WHOLE_ROWS) counts = SUMS && pixel < inside.pixels, next = SUMS && pixel + 1 < inside.pixels;
             if (counts && w < inside.W) add(sums.total[i % 2], v.x, other.x);  // branches for both pixels took 3 % of a step
             if (next && (w + 1 < inside.W || (WHOLE_ROWS && w + 1 == inside.pitch))) add(sums.total[i % 2], v.y, other.y);
             if (WHOLE_ROWS && i % 2 == 1) w = w + 8 < inside.pitch ? w + 8 : w + 8 - inside.pitch;

@@ -234,7 +234,7 @@ struct Products {
     int S, first, i, s;           // columns of taps; the first step, the next one, and its column
     bool resident;
     __device__ __forceinline__ Products(float (&acc)[PIXELS / 2], Ring& a, Ring& b, const Part& part, int S, bool resident)
-        : acc(acc), a(a), b(b), a_read(a), b_read(b), S(S), first(part.first), i(part.first), s(part.first % S), resident(resident) {}
+        : acc(acc), a(a), b(b), a_read(a), b_read(b), S(S), first(part.first), i(first), s(first % S), resident(resident) {}
 
     // Issues the k-steps of one tap of a chunk.
     __device__ __forceinline__ void multiply(u32 tap, u32 pixels, int pitch, int k_steps, bool adds) {
@@ -357,7 +357,8 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
     bool leads = threadIdx.x % 128 == 0;
     float2* norm_maps = reinterpret_cast<float2*>(shared + 1024) + IMAGES * 64 * group;  // of 64 channels of each image of the tile
     bool finishes_one = STREAM_K && all <= (i64)(gridDim.x / together) * steps;  // at most: then there is one place for results
-    u32 result = results + (finishes_one ? 0 : group) * RESULT_BYTES, own_order = order + 8 * group, own_addend = addends + 8 * group;
+    u32 result = results + (finishes_one ? 0 : group) * RESULT_BYTES;
+    u32 own_order = order + 8 * group, own_addend = addends + 8 * group;
     Place place(result);
     constexpr bool READS_BIASES = SKIP || STREAM_K;  // in each iteration: SKIP is short of registers
     float biases[2] = {};                            // of this lane's two channels

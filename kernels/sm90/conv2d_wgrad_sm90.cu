@@ -50,6 +50,9 @@
 
 constexpr int CONSUMERS = 128 * TAPS, THREADS = CONSUMERS + (TAPS == 1 ? 32 : 128);
 constexpr int ROW_BYTES = 128, N_TILE = 64 * R * COLUMNS;
+constexpr u32 TILE = PIXELS * ROW_BYTES;  // bytes of dout's tile
+constexpr int COUNT = N_TILE / 8, SHARE = COUNT / CLUSTER;  // columns of the product, and of those a block's own, in groups of 8
+constexpr int BATCH = CEIL_DIV(SHARE, CEIL_DIV(SHARE, TAPS == 1 ? 8 : 4));  // groups whose loads are under way at once
 
 struct Job {
     TensorMap x, x2, dout;
@@ -59,99 +62,93 @@ struct Job {
 };
 struct Jobs { Job at[JOBS]; };
 
-extern "C" __global__ void __launch_bounds__(THREADS, TAPS == 1 ? 2 : 1) CLUSTER_DIMS
-conv2d_wgrad_sm90(const __grid_constant__ Jobs jobs, int N, int H, int W, int S, int rows, int width, int stages) {
-    extern __shared__ __align__(1024) u8 shared[];
-    int index = 0;
-    while (index + 1 < JOBS && blockIdx.x >= jobs.at[index + 1].first) index++;
-    const Job& job = jobs.at[index];
-    u32 base = shared_address(shared);
-    constexpr u32 tile = PIXELS * ROW_BYTES;
-    int pitch_x = WHOLE_ROWS ? width : width + TAPS - 1 + 2 * UPSAMPLE;  // 128-byte rows from a row of the halo tile to the next
-    u32 given = rows * width * ROW_BYTES, filled = (rows + R - 1) * pitch_x * ROW_BYTES;  // bytes that TMA writes
-    u32 reached = WHOLE_ROWS ? (PIXELS + (R - 1) * pitch_x + TAPS - 1) * ROW_BYTES : filled;
-    u32 halo = CEIL_DIV(reached, 1024) * 1024, bytes = tile + COLUMNS * halo;
-    // The sums reuse the memory of the steps, but not that of the barriers. These are not invalidated: sums there were lost.
-    Ring ring(base, bytes, stages, base + max(stages * bytes, 256u * N_TILE * TAPS));
-    if (threadIdx.x == 0) {
-        ring.init(TAPS);
-        prefetch(job.x), prefetch(job.dout);
-        if (job.split < job.C) prefetch(job.x2);
+// A step in shared memory: dout's tile, and behind it the halo tiles of x.
+struct Step {
+    int rows, width, pitch;          // image rows and pixels of one; 128-byte rows from a row of the halo tile to the next
+    u32 given, filled, halo, bytes;  // what TMA writes of dout's tile, and of a halo tile; a halo tile's bytes, and a step's
+    __device__ __forceinline__ Step(int rows, int width) : rows(rows), width(width) {
+        pitch = WHOLE_ROWS ? width : width + TAPS - 1 + 2 * UPSAMPLE;
+        given = rows * width * ROW_BYTES, filled = (rows + R - 1) * pitch * ROW_BYTES;
+        u32 reached = WHOLE_ROWS ? (PIXELS + (R - 1) * pitch + TAPS - 1) * ROW_BYTES : filled;
+        halo = CEIL_DIV(reached, 1024) * 1024, bytes = TILE + COLUMNS * halo;
     }
-    if constexpr (WHOLE_ROWS) {
-        for (int stage = 0; stage < stages; stage++)
-            for (int j = -1; j < COLUMNS; j++) {  // of dout's tile, and of each halo tile
-                u32 first = stage * bytes + (j < 0 ? 0 : tile + j * halo);
-                u32 end = first + (j < 0 ? tile : halo);
-                for (u32 at = first + (j < 0 ? given : filled) + threadIdx.x * 16; at < end; at += THREADS * 16)
-                    *reinterpret_cast<float4*>(shared + at) = {};
-            }
-        fence_writes();
-    }
-    wait_for_previous();
-    __syncthreads();
+};
 
-    int C = job.C, K = job.K, split = job.split, blocks_k = CEIL_DIV(K, 64), item = blockIdx.x - job.first;
-    int column = item / blocks_k, columns = CEIL_DIV(C, 64 * COLUMNS);
-    int k0 = item % blocks_k * 64, c0 = column % columns * 64 * COLUMNS, s = column / columns * TAPS;
-    int per_row = CEIL_DIV(W, width), per_image = CEIL_DIV(H, rows) * per_row;
-    i64 steps = (i64)N * per_image;
-    int first = steps * blockIdx.z / gridDim.z, last = steps * (blockIdx.z + 1) / gridDim.z;
-    if (threadIdx.x >= CONSUMERS) {
-        if (TAPS > 1) set_registers<40, false>();
-        if (threadIdx.x > CONSUMERS) return;
-        int there = min(COLUMNS, CEIL_DIV(C - c0, 64));  // chunks of channels: for TMA one beyond x takes longer than one of it
-        for (int i = first; i < last; i++, ring.advance()) {
-            int n = i / per_image, h0 = i % per_image / per_row * rows, w0 = i % per_row * width;
-            u32 full = ring.acquire(given + there * filled);
-            tma_load(ring.buffer(), job.dout, full, k0, w0, h0, n);
-            for (int j = 0, c = c0; j < there; j++, c += 64) {
-                const TensorMap& map = c < split ? job.x : job.x2;
-                u32 target = ring.buffer() + tile + j * halo;
-                int channel = c < split ? c : c - split, w = w0 + s - S / 2, h = h0 - R / 2;
-                if constexpr (UPSAMPLE) {
-                    for (int row = 0; row < rows + R - 1; row++)
-                        tma_load(target + row * pitch_x * ROW_BYTES, map, full, channel, 0, w >> 1, h + row >> 1, n);
-                } else {
-                    tma_load(target, map, full, channel, w, h, n);
-                }
+// What a block computes of its job, and from which steps.
+struct Work {
+    int k0, c0, s;            // first output channel, first input channel, first horizontal tap
+    int first, last;          // steps
+    int per_row, per_image;   // steps of an image row, and of an image
+};
+
+// WHOLE_ROWS: the zeros behind what TMA writes of each tile.
+__device__ __forceinline__ void fill_zeros(u8* shared, const Step& step, int stages) {
+    for (int stage = 0; stage < stages; stage++)
+        for (int j = -1; j < COLUMNS; j++) {  // of dout's tile, and of each halo tile
+            u32 first = stage * step.bytes + (j < 0 ? 0 : TILE + j * step.halo);
+            u32 end = first + (j < 0 ? TILE : step.halo);
+            for (u32 at = first + (j < 0 ? step.given : step.filled) + threadIdx.x * 16; at < end; at += THREADS * 16)
+                *reinterpret_cast<float4*>(shared + at) = {};
+        }
+    fence_writes();
+}
+
+// The producer: loads the steps of a block.
+__device__ __forceinline__ void load_steps(Ring ring, const Job& job, const Step& step, const Work& work, int S) {
+    // Chunks of channels: for TMA one beyond x takes longer than one of it.
+    int there = min(COLUMNS, CEIL_DIV(job.C - work.c0, 64));
+    for (int i = work.first; i < work.last; i++, ring.advance()) {
+        int n = i / work.per_image, h0 = i % work.per_image / work.per_row * step.rows, w0 = i % work.per_row * step.width;
+        u32 full = ring.acquire(step.given + there * step.filled);
+        tma_load(ring.buffer(), job.dout, full, work.k0, w0, h0, n);
+        for (int j = 0, c = work.c0; j < there; j++, c += 64) {
+            const TensorMap& map = c < job.split ? job.x : job.x2;
+            u32 target = ring.buffer() + TILE + j * step.halo;
+            int channel = c < job.split ? c : c - job.split, w = w0 + work.s - S / 2, h = h0 - R / 2;
+            if constexpr (UPSAMPLE) {
+                for (int row = 0; row < step.rows + R - 1; row++)
+                    tma_load(target + row * step.pitch * ROW_BYTES, map, full, channel, 0, w >> 1, h + row >> 1, n);
+            } else {
+                tma_load(target, map, full, channel, w, h, n);
             }
         }
-        return;
     }
+}
 
-    if (TAPS > 1) set_registers<152, true>();
-    int group = threadIdx.x / 128, before = UPSAMPLE ? (s - S / 2) & 1 : 0;
-    s += group;
+// A warpgroup's products of all steps: 64 output channels by N_TILE columns.
+__device__ __forceinline__ void multiply_steps(float (&acc)[N_TILE / 2], Ring ring, const Step& step, const Work& work, int S) {
+    int group = threadIdx.x / 128, before = UPSAMPLE ? (work.s - S / 2) & 1 : 0;
     u64 depth[PIXELS / 16];  // where a k-step's pixels lie in the halo tile, as added to the descriptor
 #pragma unroll
     for (int k = 0; k < PIXELS / 16; k++)
         depth[k] = WHOLE_ROWS || (TAPS == 1 && !UPSAMPLE)
             ? k * DEPTH_STEP<true>
-            : (16 * k / width * pitch_x + 16 * k % width) * (ROW_BYTES / 16);
+            : (16 * k / step.width * step.pitch + 16 * k % step.width) * (ROW_BYTES / 16);
     Ring read = ring;
-    float acc[N_TILE / 2];
-    for (int i = first; i < last; i++) {
+    for (int i = work.first; i < work.last; i++) {
         ring.wait();
         u64 a = tile_descriptor(ring.buffer());
-        u64 b = tile_descriptor(ring.buffer() + tile + (before + group) * ROW_BYTES, COLUMNS > 1 ? halo : pitch_x * ROW_BYTES,
-                                (!WHOLE_ROWS && width == 8 ? pitch_x : 8) * ROW_BYTES);
+        u64 b = tile_descriptor(ring.buffer() + TILE + (before + group) * ROW_BYTES,
+                                COLUMNS > 1 ? step.halo : step.pitch * ROW_BYTES,
+                                (!WHOLE_ROWS && step.width == 8 ? step.pitch : 8) * ROW_BYTES);
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < PIXELS / 16; k++)
-            wgmma<true, true>((T*)nullptr, acc, a + k * DEPTH_STEP<true>, b + depth[k], i > first || k > 0);
+            wgmma<true, true>((T*)nullptr, acc, a + k * DEPTH_STEP<true>, b + depth[k], i > work.first || k > 0);
         wgmma_commit();
         wgmma_wait<1>();
-        if (i > first) read.release();
+        if (i > work.first) read.release();
         ring.advance();
     }
     wgmma_wait<0>();
+}
 
-    // The product goes through shared memory, for the cluster's sum and so that the epilogue is a short loop: of a long one a
-    // multiprocessor would fetch each instruction once, and wait for it.
-    constexpr int COUNT = N_TILE / 8, SHARE = COUNT / CLUSTER;  // columns of the product, in groups of 8
-    constexpr int BATCH = CEIL_DIV(SHARE, CEIL_DIV(SHARE, TAPS == 1 ? 8 : 4));
-    int rank = blockIdx.z % CLUSTER, lane = threadIdx.x % 32, k = k0 + threadIdx.x % 128 / 32 * 16 + lane / 4;
+// Adds up the cluster's products, and writes the block's own columns: a thread rows k and k + 8, two columns of each group. They go
+// through shared memory also where a cluster is one block, so that this is a short loop: of a long one a multiprocessor would fetch
+// each instruction once, and wait for it.
+__device__ __forceinline__ void add_up(const float (&acc)[N_TILE / 2], u8* shared, const Job& job, const Work& work, int S) {
+    int K = job.K, C = job.C, s = work.s + threadIdx.x / 128;
+    int rank = blockIdx.z % CLUSTER, lane = threadIdx.x % 32, k = work.k0 + threadIdx.x % 128 / 32 * 16 + lane / 4;
     float4* exchange = reinterpret_cast<float4*>(shared) + threadIdx.x;  // [from][SHARE][CONSUMERS]
     i64 pitch = job.pitch;
     float* out = job.out + (blockIdx.z / CLUSTER * (i64)K + k) * pitch;
@@ -162,7 +159,7 @@ conv2d_wgrad_sm90(const __grid_constant__ Jobs jobs, int N, int H, int W, int S,
     auto begin = [&](int i) {  // load what the sums are added to: all loads start before the first is needed
 #pragma unroll
         for (int u = 0; u < BATCH; u++) {
-            int j = rank * SHARE + i + u, r = COLUMNS > 1 ? 0 : j / 8, c = c0 + (COLUMNS > 1 ? j : j % 8) * 8 + lane % 4 * 2;
+            int j = rank * SHARE + i + u, r = COLUMNS > 1 ? 0 : j / 8, c = work.c0 + (COLUMNS > 1 ? j : j % 8) * 8 + lane % 4 * 2;
             at[u] = i + u < SHARE && c < C ? (r * S + s) * C + c : -1;
 #pragma unroll
             for (int h = 0; h < 2; h++) {
@@ -208,4 +205,40 @@ conv2d_wgrad_sm90(const __grid_constant__ Jobs jobs, int N, int H, int W, int S,
             }
         }
     }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, TAPS == 1 ? 2 : 1) CLUSTER_DIMS
+conv2d_wgrad_sm90(const __grid_constant__ Jobs jobs, int N, int H, int W, int S, int rows, int width, int stages) {
+    extern __shared__ __align__(1024) u8 shared[];
+    int index = 0;
+    while (index + 1 < JOBS && blockIdx.x >= jobs.at[index + 1].first) index++;
+    const Job& job = jobs.at[index];
+    u32 base = shared_address(shared);
+    Step step(rows, width);
+    // The sums reuse the memory of the steps, but not that of the barriers. These are not invalidated: sums there were lost.
+    Ring ring(base, step.bytes, stages, base + max(stages * step.bytes, 256u * N_TILE * TAPS));
+    if (threadIdx.x == 0) {
+        ring.init(TAPS);
+        prefetch(job.x), prefetch(job.dout);
+        if (job.split < job.C) prefetch(job.x2);
+    }
+    if constexpr (WHOLE_ROWS) fill_zeros(shared, step, stages);
+    wait_for_previous();
+    __syncthreads();
+
+    int blocks_k = CEIL_DIV(job.K, 64), item = blockIdx.x - job.first, column = item / blocks_k;
+    int columns = CEIL_DIV(job.C, 64 * COLUMNS);
+    int per_row = CEIL_DIV(W, width), per_image = CEIL_DIV(H, rows) * per_row;
+    i64 steps = (i64)N * per_image;
+    Work work = {item % blocks_k * 64, column % columns * 64 * COLUMNS, column / columns * TAPS,
+                 (int)(steps * blockIdx.z / gridDim.z), (int)(steps * (blockIdx.z + 1) / gridDim.z), per_row, per_image};
+    if (threadIdx.x >= CONSUMERS) {
+        if (TAPS > 1) set_registers<40, false>();
+        if (threadIdx.x == CONSUMERS) load_steps(ring, job, step, work, S);
+        return;
+    }
+    if (TAPS > 1) set_registers<152, true>();
+    float acc[N_TILE / 2];
+    multiply_steps(acc, ring, step, work, S);
+    add_up(acc, shared, job, work, S);
 }
