@@ -64,6 +64,8 @@ STEMS_OF = {
     "attention_sm90": ["attention", "attention_sm90"], "attention_short_sm90": ["attention", "attention_sm90"],
     "attention_wide_sm90": ["attention_sm90"], "conv2d_depthwise": ["conv2d"], "conv2d_grouped": ["conv2d"],
     "cluster": ["conv2d_wgrad_sm90", "group_norm_sm90"], "common": ["elementwise", "shape"],
+    "conv2d_epilogue": ["conv2d_sm90"], "stream_k": ["conv2d_stream_k", "conv2d_sm90"],
+    "exchange": ["conv2d_stream_k", "group_norm_sm90"],
     "conv2d_wgrad_tf32_sm90": ["conv2d_wgrad_sm90"], "denoised": ["frame", "edm"], "flash": ["attention"],
     "few_rows": ["matmul", "grouped_linear"],
     "gemm": ["matmul", "conv2d", "norm_silu_conv2d"], "gemm_sm90": ["gemm_sm90", "windows_sm90", "mlp"],

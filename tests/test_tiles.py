@@ -27,7 +27,7 @@ from cudiff.cuda.kernels.norm import sm90 as norm
 from cudiff.cuda.tiles import Planner, name_of, read, user_file
 from cudiff.data import Dataset
 from cudiff.errors import CudiffError
-from cudiff.ops import group_norm, norm_silu_conv2d
+from cudiff.ops import conv2d, group_norm, norm_silu_conv2d
 from cudiff.tensor import Tensor
 from cudiff.train import Trainer
 
@@ -400,6 +400,22 @@ def test_norms_say_what_they_add_to_and_which_plans_leave_the_same(host):
             group_norm(x, weight, bias).backward(host.zeros(x.shape, bfloat16))
     backward = [ids for kernel, ids in added if kernel == "group_norm_backward_sm90-1"]
     assert backward == [[], [id(x.grad), id(weight.grad), id(bias.grad)]]
+
+
+def test_a_convolution_says_what_it_adds_to(host):
+    """The gradient of its input, the second time: measured again and again it would be a multiple of it."""
+    added = []
+    x = Tensor(host.zeros((2, 16, 16, 64), bfloat16), requires_grad=True)
+    weight = Tensor(host.zeros((64, 3, 3, 64), bfloat16))
+
+    def note(planner, problem, launch, to, leaves):
+        added.append([id(array) for array in to])
+
+    for there in (False, True):
+        out = conv2d(x, weight, padding=1)
+        with tiles.watched(note):
+            out.backward(host.zeros(out.shape, bfloat16))
+        assert added.pop() == ([id(x.grad)] if there else []) and not added
 
 
 def test_a_norm_that_recomputes_its_output_says_that_dy_is_overwritten(host):
