@@ -107,7 +107,8 @@ def call(library: ctypes.CDLL, name: str, grid: Sequence[int], block: Sequence[i
 def _memory(bytes: int) -> np.ndarray:
     """At least so many bytes, whole pages, before a page that cannot be read."""
     size = -(-bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-    whole = np.frombuffer(mmap.mmap(-1, size + mmap.PAGESIZE), np.uint8)
+    area = mmap.mmap(-1, size + mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    whole = np.frombuffer(area, np.uint8)
     status = ctypes.CDLL(None).mprotect(ctypes.c_void_p(whole.ctypes.data + size), ctypes.c_size_t(mmap.PAGESIZE), 0)
     assert status == 0, "the page behind an array stays readable"
     whole[:size] = GUARDED
