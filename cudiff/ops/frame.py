@@ -51,7 +51,7 @@ class BlendedFrame(Function):
         if guidance is not None:
             conditional, plain = split(image, 2)
             image = lerp(plain, conditional, guidance)
-        return blend_to_uint8(image, last, share), sum(image, tuple(range(2, image.ndim)))
+        return blend_to_uint8(image, last, share), sum(image, tuple(range(2, image.ndim))).detach()
 
     @staticmethod
     def forward_cuda(ctx, x, out, sigma, guidance, last, share, predicts, data):

@@ -73,6 +73,12 @@ def test_a_frame_is_the_blended_estimate(device, rng, shape, dtype, predicts, gu
     np.testing.assert_array_equal(again.numpy(), frame.numpy())
 
 
+def test_a_frame_has_no_gradient(device):
+    x, out = (Tensor(np.ones((2, 3, 4, 1), np.float32), device=device, requires_grad=True) for _ in range(2))
+    sigma, last = Tensor(np.ones(2, np.float32), device=device), Tensor(np.ones(x.shape, np.uint8), device=device)
+    assert [t.requires_grad for t in blended_frame(x, out, sigma, last, 0.5, "x0")] == [False, False]
+
+
 @pytest.mark.parametrize("predicts", PREDICTS)
 @pytest.mark.parametrize("guidance", [None, 2.0])
 def test_bytes_are_those_of_separate_operations(device, rng, predicts, guidance):
