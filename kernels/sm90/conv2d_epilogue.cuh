@@ -1,5 +1,6 @@
 // The epilogue of conv2d_sm90: a warpgroup finishes the results of an output tile. It adds what is added to the products, rounds,
-// sums, and writes the results to shared memory. A thread has two channels, in pairs of neighbouring pixels.
+// sums, and writes the results to shared memory. A thread has two channels, in pairs of neighbouring pixels. The constants are those
+// of conv2d_sm90.cu, which includes it behind them.
 #pragma once
 #include "channel_statistics.cuh"
 #include "wgmma.cuh"
