@@ -425,6 +425,24 @@ def test_a_profile_has_every_launch_of_a_step_and_can_repeat_it(monkeypatch, rng
     assert first == outs[-1].numpy() != 0
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(os.environ.get("CUDIFF_EMULATE") == "1", reason="the emulator has no clock")
+def test_a_profile_times_every_launch(capsys, rng):
+    x, y = (Tensor(rng.standard_normal(1 << size), dtype="float32", device="cuda") for size in (24, 10))
+
+    def step():
+        return [(x + 1).sum(), (y + 1).sum()]
+
+    step()
+    clock = profile.cupy.zeros(99, np.uint64)
+    launches = launches_of(step, clock)
+    times = profile.times_of(launches, clock)
+    assert len(times) == len(launches) and times[0] > 5 * times[-2] > 0 < times[-1]  # the first moves 128 MiB
+    profile.profile("sums", step, sum(times), {"bf16": 791.0, "copy": 4.27})
+    printed = capsys.readouterr().out
+    assert f"each of {len(launches)} launches" in printed and "reduce.sum" in printed, printed
+
+
 @pytest.mark.parametrize("arguments, message", [
     (["--model", "mnist", "--part", "1/7"], "--model is timed alone"),
     (["--model", "mnist", "--only", "CNN"], "--model is timed alone"),

@@ -1,8 +1,10 @@
-"""`bench.py --profile`: where a step's time goes. Every launch of one step is kept, then timed by itself in a graph."""
+"""`bench.py --profile`: where a step's time goes. Every launch of one step is kept. In a graph of them each notes when
+the one before has ended."""
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,16 +17,16 @@ from rich.table import Table
 from cudiff.cuda import compiler
 from cudiff.cuda import launch as launching
 from cudiff.cuda.kernels.convolution.wgrad_sm90 import ROW
-from cudiff.cuda.timing import graph_time
 from cudiff.tensor import Tensor
+
+MOST_LAUNCHES, REPEATS = 8192, 25
 
 
 class Launch(NamedTuple):
-    """A launch that was kept: its kernel's class, what tells it from others, how to do it again, its work, and the
-    memory of its step: a tensor map or a table holds addresses only."""
+    """A launch that was kept: its kernel's class, how to do it again, its work, and the memory of its step: a tensor
+    map or a table holds addresses only."""
 
     label: str
-    key: tuple
     run: Callable[[], None]
     flops: float
     size: float
@@ -81,8 +83,8 @@ def size_of(stem: str, name: str, args: tuple) -> float:
     return float(size)
 
 
-def launches_of(step: Callable[[], object]) -> list[Launch]:
-    """Every launch of one call of `step`."""
+def launches_of(step: Callable[[], object], timeline: cupy.ndarray | None = None) -> list[Launch]:
+    """Every launch of one call of `step`. timeline: None, or where they note a time: see `timeline` in common.cuh."""
     kept: list[Launch] = []
     memory: list[Any] = []
     kernel, pool = launching.kernel, cupy.get_default_memory_pool()
@@ -92,17 +94,22 @@ def launches_of(step: Callable[[], object]) -> list[Launch]:
         return memory[-1]
 
     def keeping(stem: str, name: str, **constants: Any) -> Callable:
+        if timeline is not None:
+            constants["TIMELINE"] = 1
         function = kernel(stem, name, **constants)
+        if timeline is not None and not compiler.compiles_ahead():
+            named, call = compiler.c_names(stem, constants), compiler.declarations(stem).call_of(name)
+            place = compiler.load(stem, named, call).get_global("timeline")
+            cupy.ndarray((), np.uint64, place).fill(timeline.data.ptr)
         tile = "x".join(str(constants[key]) for key in ("BM", "BN") if key in constants)
         label = " ".join(filter(None, (stem if stem == name else f"{stem}.{name}", constants.get("PASS"), tile)))
 
         def call(grid: tuple, block: tuple, args: tuple, *options: Any, **named: Any) -> None:
             run = partial(function, grid, block, args, *options, **named)
             args = tuple(arg.data if isinstance(arg, Tensor) else arg for arg in args)
-            values = tuple(arg.shape if getattr(arg, "shape", None) else arg for arg in args)
             flops = flops_of(stem, name, grid, args, constants)
             size = 0.0 if flops else size_of(stem, name, args)
-            kept.append(Launch(label, (label, grid, str(values), flops), run, flops, size, memory))
+            kept.append(Launch(label, run, flops, size, memory))
             run()
 
         return call
@@ -116,24 +123,44 @@ def launches_of(step: Callable[[], object]) -> list[Launch]:
     return kept
 
 
-def profile(name: str, step: Callable[[], object], captured: float, limits: dict[str, float]) -> None:
-    """Print each kernel class of `step`, which took `captured` microseconds as one graph: count, time, rate, share.
+def times_of(launches: list[Launch], timeline: cupy.ndarray) -> list[float]:
+    """Microseconds from the end of the launch before each of them to its own, in a graph of them: medians of REPEATS.
+    timeline: that of `launches_of`, for twice as many."""
+    stream, count, found = cupy.cuda.Stream(non_blocking=True), 2 * len(launches), []
+    with stream:
+        stream.begin_capture()
+        for launch in (*launches, *launches):
+            launch.run()
+        graph = stream.end_capture()
+        for _ in range(REPEATS):
+            timeline[0] = 0
+            graph.launch(stream)
+            noted, *times = timeline[: 1 + count].get().tolist()
+            assert noted == count, f"{noted} of {count} launches noted a time"
+            found.append(np.diff(np.array(times, np.int64)) / 1000)
+    spent = np.median(found, axis=0)  # the last launch of the second round has none, so the first round's is taken
+    return [*spent[len(launches):], spent[len(launches) - 1]]
 
-    A launch alone finds its data in the cache more often than in the step, and has no neighbour to overlap with.
-    """
-    launches = launches_of(step)
-    times = {launch.key: launch for launch in launches}
-    spent = {key: graph_time(launch.run, 10) for key, launch in times.items()}
+
+def profile(name: str, step: Callable[[], object], captured: float, limits: dict[str, float]) -> None:
+    """Print each kernel class of `step`, which took `captured` microseconds as one graph: count, time, rate, share."""
+    timeline = cupy.zeros(1 + 2 * MOST_LAUNCHES, np.uint64)
+    with compiler.compiling_ahead():
+        launches_of(step, timeline)
+    launches = launches_of(step, timeline)
+    spent = times_of(launches, timeline)
     classes: dict[str, list[Launch]] = {}
-    for launch in launches:
+    times: dict[str, float] = defaultdict(float)
+    for launch, microseconds in zip(launches, spent, strict=True):
         classes.setdefault(launch.label, []).append(launch)
-    total = sum(spent[launch.key] for launch in launches)
-    title = f"{name}: {captured:,.0f} µs captured; {len(launches)} launches, {total:,.0f} µs one by one"
+        times[launch.label] += microseconds
+    total = sum(spent)
+    title = f"{name}: {captured:,.0f} µs captured; {total:,.0f} µs where each of {len(launches)} launches notes a time"
     table = Table(title=title, caption=f"limits, an H200's: {limits['bf16']:.0f} TFLOP/s and {limits['copy']} TB/s")
     for column in ("kernel", "count", "µs in all", "share", "µs each", "rate", "of limit"):
         table.add_column(column, justify="left" if column == "kernel" else "right")
-    for label, own in sorted(classes.items(), key=lambda item: -sum(spent[launch.key] for launch in item[1])):
-        time = sum(spent[launch.key] for launch in own)
+    for label, own in sorted(classes.items(), key=lambda item: -times[item[0]]):
+        time = times[label]
         flops, size = sum(launch.flops for launch in own), sum(launch.size for launch in own)
         rate, limit = (flops or size) / time / 1e6, limits["bf16" if flops else "copy"]
         table.add_row(

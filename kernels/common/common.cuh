@@ -59,17 +59,30 @@ template <typename T> __device__ __forceinline__ void store_pack(T* p, const Pac
     *reinterpret_cast<uint4*>(p) = *reinterpret_cast<const uint4*>(&pack);
 }
 
+#ifdef TIMELINE  // for `bench.py --profile`: a counter, and behind it when each launch has seen the one before end
+__device__ u64* timeline;
+#endif
+
 // Programmatic dependent launch: from sm_90 on a kernel may start while the previous one still runs (cudiff/cuda/launch.py).
 // Every kernel calls this before a thread touches global memory that the previous kernel may write or still read. Before the
 // call, only input_gradients in group_norm.cu reads global memory, which the previous kernel does not write; and conv2d_sm90.cu
-// prefetches weights into L2, where a later write still reaches them.
+// prefetches weights, and group_norm.cu a norm's parameters, into L2, where a later write still reaches them.
 // The same call lets the next kernel start. An earlier trigger was slower: the next kernel's blocks filled the free places of
 // some multiprocessors and waited there, crowded, while other multiprocessors were about to become free.
 __device__ __forceinline__ void wait_for_previous() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");
 #endif
+#ifdef TIMELINE
+    if (blockIdx.x + blockIdx.y + blockIdx.z + threadIdx.x + threadIdx.y + threadIdx.z > 0) return;
+    u64 nanoseconds;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(nanoseconds));
+    timeline[1 + atomicAdd(timeline, 1)] = nanoseconds;
+#endif
 }
+
+// Prefetches the cache line of an address into L2, where a later write still reaches it.
+__device__ __forceinline__ void prefetch_line(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p) : "memory"); }
 
 // 2^x. Results below 2^-126 become 0. exp2f and __expf scale them instead, which takes three instructions more.
 __device__ __forceinline__ float exp2_fast(float x) {

@@ -197,6 +197,11 @@ extern "C" __global__ __launch_bounds__(THREADS, 2) void normalize(
     Rows<1, 4> rows;
     rows.start[0] = first_element(x, x2, lane, C1, C2, rows.pitch[0]);
     rows.count = lane.count;
+    if (int c = lane.c0 + threadIdx.x; threadIdx.x < across * V && c < C) {
+        prefetch_line(weight + c), prefetch_line(bias + c);
+        if (scale) prefetch_line(scale + (i64)lane.n * C + c);
+        if (shift) prefetch_line(shift + (i64)lane.n * C + c);
+    }
     wait_for_previous();
     rows.fetch(0);
     Channel channel(lane.n, lane.c0, across * V, C, size, weight, bias, scale, shift);

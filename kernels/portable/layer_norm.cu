@@ -49,7 +49,7 @@ __device__ __forceinline__ float weighted(float d, float w) { return PLUS_ONE ? 
 // Bring a row to L2 without waiting for it. Called by all threads of the row.
 __device__ __forceinline__ void prefetch_row(const T* row, int C) {
     constexpr int LINE = 128 / sizeof(T);
-    for (int c = threadIdx.x * LINE; c < C; c += 32 * WARPS * LINE) asm volatile("prefetch.global.L2 [%0];" ::"l"(row + c));
+    for (int c = threadIdx.x * LINE; c < C; c += 32 * WARPS * LINE) prefetch_line(row + c);
 }
 
 // The sum of x over the threads of a row. Where a warp has a row of its own, no barrier is needed.
