@@ -152,6 +152,18 @@ def test_the_columns_of_a_weight_are_no_contiguous_weight(host_of, outputs, size
     out.backward(tensor(host, 1, 8, 8, outputs).data)
 
 
+@pytest.mark.parametrize("channels, whole", [(4, False), (8, True)])
+def test_rows_of_a_weight_that_start_between_16_bytes_are_not_for_tma(host_of, channels, whole):
+    """The gradient of x reads the first 64 columns of a weight, whose rows are 136 or 144 bytes."""
+    host, found = host_of(True), []
+    host.watch = lambda launch: found.append(launch) if launch.stem in ("conv2d_sm90", "gemm_sm90") else None
+    x, x2 = (tensor(host, 1, 8, 8, width) for width in (64, channels))
+    out = norm_silu_conv2d(x, x2, weight=tensor(host, 64, 1, 1, 64 + channels))
+    found.clear()
+    out.backward(tensor(host, *out.shape).data)
+    assert bool(found) == whole, found
+
+
 def test_taps_of_one_column_are_told_by_the_stride_of_their_rows(host_of):
     """A weight (K, 3, 1, C) that was transposed may have any stride along its axis of one."""
     host, found = host_of(True), []
