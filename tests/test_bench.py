@@ -434,9 +434,9 @@ def test_a_profile_times_every_launch(capsys, rng):
         return [(x + 1).sum(), (y + 1).sum()]
 
     step()
-    clock = profile.cupy.zeros(99, np.uint64)
-    launches = launches_of(step, clock)
-    times = profile.times_of(launches, clock)
+    timeline = profile.cupy.zeros(1 + 2 * len(launches_of(step)), np.uint64)
+    launches = launches_of(step, timeline)
+    times = profile.times_of(launches, timeline)
     assert len(times) == len(launches) and times[0] > 5 * times[-2] > 0 < times[-1]  # the first moves 128 MiB
     profile.profile("sums", step, sum(times), {"bf16": 791.0, "copy": 4.27})
     printed = capsys.readouterr().out

@@ -19,7 +19,7 @@ from cudiff.cuda import launch as launching
 from cudiff.cuda.kernels.convolution.wgrad_sm90 import ROW
 from cudiff.tensor import Tensor
 
-MOST_LAUNCHES, REPEATS = 8192, 25
+REPEATS = 25  # of a graph
 
 
 class Launch(NamedTuple):
@@ -125,8 +125,9 @@ def launches_of(step: Callable[[], object], timeline: cupy.ndarray | None = None
 
 def times_of(launches: list[Launch], timeline: cupy.ndarray) -> list[float]:
     """Microseconds from the end of the launch before each of them to its own, in a graph of them: medians of REPEATS.
-    timeline: that of `launches_of`, for twice as many."""
+    timeline: that of `launches_of`, a counter and twice as many times."""
     stream, count, found = cupy.cuda.Stream(non_blocking=True), 2 * len(launches), []
+    assert timeline.size == 1 + count, f"{timeline.size} numbers for {count} times"
     with stream:
         stream.begin_capture()
         for launch in (*launches, *launches):
@@ -135,7 +136,7 @@ def times_of(launches: list[Launch], timeline: cupy.ndarray) -> list[float]:
         for _ in range(REPEATS):
             timeline[0] = 0
             graph.launch(stream)
-            noted, *times = timeline[: 1 + count].get().tolist()
+            noted, *times = timeline.get().tolist()
             assert noted == count, f"{noted} of {count} launches noted a time"
             found.append(np.diff(np.array(times, np.int64)) / 1000)
     spent = np.median(found, axis=0)  # the last launch of the second round has none, so the first round's is taken
@@ -144,9 +145,9 @@ def times_of(launches: list[Launch], timeline: cupy.ndarray) -> list[float]:
 
 def profile(name: str, step: Callable[[], object], captured: float, limits: dict[str, float]) -> None:
     """Print each kernel class of `step`, which took `captured` microseconds as one graph: count, time, rate, share."""
-    timeline = cupy.zeros(1 + 2 * MOST_LAUNCHES, np.uint64)
     with compiler.compiling_ahead():
-        launches_of(step, timeline)
+        count = len(launches_of(step, cupy.empty(0, np.uint64)))
+    timeline = cupy.zeros(1 + 2 * count, np.uint64)
     launches = launches_of(step, timeline)
     spent = times_of(launches, timeline)
     classes: dict[str, list[Launch]] = {}
