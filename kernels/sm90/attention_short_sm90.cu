@@ -5,8 +5,8 @@
 //   GROUPS is TILES, keys.
 //   Maps                     {D, heads, tokens, N}, box {32, 1, 64, 1}.
 //   sums_q, sums_k, sums_v   float (N, 4 TILES, ...), or null: the sums of dq, dk and dv over the tokens, for each channel, in
-//                            4 TILES parts. A row is `token` elements long. A head's sums lie `head` elements after those of the
-//                            head before. There are more than 64 TILES - 64 queries.
+//                            4 TILES parts. A row is `token` elements long. A head's sums lie `head_pitch` elements after those of
+//                            the head before. There are more than 64 TILES - 64 queries.
 //
 // How it works
 //   Block      A block has a head of an image. All its queries lie in shared memory.
@@ -29,6 +29,9 @@ constexpr int THREADS = 128 * GROUPS, BLOCKS = GROUPS == 1 ? 4 : GROUPS == 2 ? 2
 constexpr int D_SCORES = 64 * 128;               // bytes of a tile of ds
 constexpr bool ONE_ROUND = GROUPS == TILES;      // then all ds stay in shared memory until the end
 constexpr int DS_TILES = ONE_ROUND ? TILES : 1;  // of a warpgroup
+// Where things lie in shared memory, behind the tiles of queries: tiles of keys, ds, barriers, lse and delta, dq after a round.
+constexpr u32 KEYS = TILES * 2 * TILE, SCORES = KEYS + GROUPS * 2 * TILE, BARRIERS = SCORES + GROUPS * DS_TILES * D_SCORES;
+constexpr u32 ROWS = BARRIERS + 128, SO_FAR = ROWS + TILES * 512;
 
 // Named barriers; warpgroup_meets uses 1 to GROUPS. At WRITTEN the owner waits until all have left ds, at read_at(step) all others
 // wait until it has read them. Two steps take different ones: an owner may come to the next step's before all have left its own.
@@ -145,18 +148,68 @@ __device__ __forceinline__ void attended(float (&dk)[DP / 2], float (&dv)[DP / 2
     wgmma_wait<0>();  // the next scores take these registers
 }
 
+// The head of an image that a block has.
+struct OwnHead {
+    int h, n, D, token;  // its number, its image's; its channels; elements of a row of sums
+};
+
+// Start copying a tile of 64 tokens of two arrays, one behind the other.
+__device__ __forceinline__ void load_tokens(u32 barrier, u32 to, const TensorMap& a, const TensorMap& b, OwnHead head, int tile) {
+    barrier_expect(barrier, 2 * TILE);
+    tma_load(to, a, barrier, 0, head.h, tile * 64, head.n);
+    tma_load(to + TILE, b, barrier, 0, head.h, tile * 64, head.n);
+}
+
+// Store a product of 64 tokens by way of `buffer`, and its sums, where `sums` is not null.
+__device__ __forceinline__ void store_tokens(const TensorMap& map, const float (&c)[DP / 2], float factor, u32 buffer, OwnHead head,
+                                             int tile, float* sums = nullptr) {
+    int thread = threadIdx.x % 128;
+    u32 rounded[DP / 16][4];
+    round_fragments(c, rounded, factor);
+    store_fragments(buffer, rounded);
+    fence_writes();
+    warpgroup_meets();
+    if (thread == 0) tma_store(map, buffer, 0, head.h, tile * 64, head.n);
+    __syncwarp();
+    if (!sums) return;
+    float columns[DP / 4] = {};
+    add_columns(columns, c);
+    int d = GROUP / 2 * 8 + 2 * QUAD + GROUP % 2;
+    float sum = lane_sum(columns);
+    if (d < head.D) sums[(i64)(tile * 4 + thread / 32) * head.token + d] = factor * sum;
+}
+
+// Add to dq of a tile of queries what a tile of keys gives them, by their ds; or begin dq by that.
+__device__ __forceinline__ void multiply_keys(float (&dq)[DP / 2], u32 ds, u32 keys, bool add) {
+    u64 a = tile_descriptor(ds), b = tile_descriptor<REST_BYTES>(keys);
+#pragma unroll
+    for (int j = 0; j < 4; j++)
+        wgmma<true, true>((T*)nullptr, dq, a + j * DEPTH_STEP<true>, b + j * DEPTH_STEP<true, REST_BYTES>, add || j > 0);
+}
+
+// dq of a tile of queries: what the first `count` tiles of a round's keys give it, added to `so_far`, this thread's part of dq
+// after the rounds before. The first round does not read so_far.
+__device__ __forceinline__ void add_round(float (&dq)[DP / 2], const float4* so_far, int round, int count, u32 base) {
+#pragma unroll
+    for (int j = 0; j < DP / 8; j++) reinterpret_cast<float4*>(dq)[j] = round > 0 ? so_far[j * 128] : float4{};
+    wgmma_fence();
+#pragma unroll 1
+    for (int m = 0; m < count; m++) multiply_keys(dq, base + SCORES + m * D_SCORES, base + KEYS + m * 2 * TILE, true);
+    wgmma_commit();
+    wgmma_wait<0>();
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 backward(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k, const __grid_constant__ TensorMap v,
          const __grid_constant__ TensorMap dout, const __grid_constant__ TensorMap dq, const __grid_constant__ TensorMap dk,
          const __grid_constant__ TensorMap dv, const T* out, const float* lse, int Tq, int Tk, int D, float scale,
-         float* sums_q, float* sums_k, float* sums_v, int token, int head) {
+         float* sums_q, float* sums_k, float* sums_v, int token, int head_pitch) {
     extern __shared__ __align__(1024) u8 shared[];
-    constexpr u32 KEYS = TILES * 2 * TILE, SCORES = KEYS + GROUPS * 2 * TILE, BARRIERS = SCORES + GROUPS * DS_TILES * D_SCORES;
-    constexpr u32 ROWS = BARRIERS + 128, SO_FAR = ROWS + TILES * 512;  // of lse and delta; of dq after a round
     u32 base = shared_address(shared), barriers = base + BARRIERS;
     float* row_lse = reinterpret_cast<float*>(shared + ROWS);
     float* row_delta = row_lse + TILES * 64;
-    int heads = gridDim.x, h = blockIdx.x, n = blockIdx.y, thread = threadIdx.x % 128;
+    OwnHead head = {(int)blockIdx.x, (int)blockIdx.y, D, token};
+    int heads = gridDim.x, thread = threadIdx.x % 128;
     int group = __shfl_sync(~0u, threadIdx.x / 128, 0);  // so that ptxas knows that a warp takes one way
     int tiles = CEIL_DIV(Tq, 64), key_tiles = CEIL_DIV(Tk, 64), rounds = ONE_ROUND ? 1 : CEIL_DIV(key_tiles, GROUPS);
     u32 own_k = base + KEYS + group * 2 * TILE, own_ds = base + SCORES + group * DS_TILES * D_SCORES;
@@ -168,48 +221,19 @@ backward(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap 
     }
     __syncthreads();
     wait_for_previous();
-    auto load = [&](u32 barrier, u32 to, const TensorMap& a, const TensorMap& b, int tile) {
-        barrier_expect(barrier, 2 * TILE);
-        tma_load(to, a, barrier, 0, h, tile * 64, n);
-        tma_load(to + TILE, b, barrier, 0, h, tile * 64, n);
-    };
     if (thread == 0) {
-        for (int i = group; i < tiles; i += GROUPS) load(barriers + 8 * i, base + i * 2 * TILE, q, dout, i);
-        if (ONE_ROUND || group < key_tiles) load(keys_here, own_k, k, v, group);
+        for (int i = group; i < tiles; i += GROUPS) load_tokens(barriers + 8 * i, base + i * 2 * TILE, q, dout, head, i);
+        if (ONE_ROUND || group < key_tiles) load_tokens(keys_here, own_k, k, v, head, group);
     }
     __syncwarp();
 
-    i64 own_rows = ((i64)n * heads + h) * tiles * 64, own_sums = (i64)n * TILES * 4 * token + h * head;
+    i64 own_rows = ((i64)head.n * heads + head.h) * tiles * 64, own_sums = (i64)head.n * TILES * 4 * token + head.h * head_pitch;
+    const T* own_out = out + ((i64)head.n * Tq * heads + head.h) * D;
     if (sums_q) sums_q += own_sums, sums_k += own_sums, sums_v += own_sums;
-    leave_rows(shared, row_lse, row_delta, barriers, out + ((i64)n * Tq * heads + h) * D, lse + own_rows, Tq, D, heads * D, group,
-               sums_k, sums_v, token);
+    leave_rows(shared, row_lse, row_delta, barriers, own_out, lse + own_rows, Tq, D, heads * D, group, sums_k, sums_v, token);
     __syncthreads();
 
-    // Store a product of 64 tokens by way of `buffer`, and its sums.
-    auto store = [&](const TensorMap& map, const float (&c)[DP / 2], float factor, u32 buffer, int tile, float* sums = nullptr) {
-        u32 rounded[DP / 16][4];
-        round_fragments(c, rounded, factor);
-        store_fragments(buffer, rounded);
-        fence_writes();
-        warpgroup_meets();
-        if (thread == 0) tma_store(map, buffer, 0, h, tile * 64, n);
-        __syncwarp();
-        if (!sums) return;
-        float columns[DP / 4] = {};
-        add_columns(columns, c);
-        int d = GROUP / 2 * 8 + 2 * QUAD + GROUP % 2;
-        float sum = lane_sum(columns);
-        if (d < D) sums[(i64)(tile * 4 + thread / 32) * token + d] = factor * sum;
-    };
-
     float dk_acc[DP / 2], dv_acc[DP / 2];
-    // Add to dq of a tile of queries what tile m of the round's keys gives them; or begin dq by that.
-    auto multiply_keys = [&](float (&dq_acc)[DP / 2], u32 ds, int m, bool add) {
-        u64 a = tile_descriptor(ds), b = tile_descriptor<REST_BYTES>(base + KEYS + m * 2 * TILE);
-#pragma unroll
-        for (int j = 0; j < 4; j++)
-            wgmma<true, true>((T*)nullptr, dq_acc, a + j * DEPTH_STEP<true>, b + j * DEPTH_STEP<true, REST_BYTES>, add || j > 0);
-    };
 #pragma unroll 1
     for (int round = 0; round < rounds; round++) {
         int key_tile = round * GROUPS + group, left = Tk - key_tile * 64;
@@ -246,21 +270,14 @@ backward(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap 
             wait_at(WRITTEN);
             float dq_acc[DP / 2];
             float4* so_far = reinterpret_cast<float4*>(shared + SO_FAR) + i * (DP / 8) * 128 + thread;
-#pragma unroll
-            for (int j = 0; j < DP / 8; j++) reinterpret_cast<float4*>(dq_acc)[j] = round > 0 ? so_far[j * 128] : float4{};
-            wgmma_fence();
-#pragma unroll 1
-            for (int m = 0; m < min(GROUPS, key_tiles - round * GROUPS); m++)
-                multiply_keys(dq_acc, base + SCORES + m * D_SCORES, m, true);
-            wgmma_commit();
-            wgmma_wait<0>();
+            add_round(dq_acc, so_far, round, min(GROUPS, key_tiles - round * GROUPS), base);
             warpgroup_meets();
             arrive_at(read_at(step));
             if (round < rounds - 1)
 #pragma unroll
                 for (int j = 0; j < DP / 8; j++) so_far[j * 128] = reinterpret_cast<float4*>(dq_acc)[j];
             else
-                store(dq, dq_acc, scale, q_tile, i, sums_q);  // nobody reads the queries again
+                store_tokens(dq, dq_acc, scale, q_tile, head, i, sums_q);  // nobody reads the queries again
         }
         if constexpr (ONE_ROUND) {
             fence_writes();
@@ -269,19 +286,19 @@ backward(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap 
             wgmma_fence();
 #pragma unroll
             for (int m = 0; m < GROUPS; m++)
-                multiply_keys(dq_acc, base + SCORES + (m * DS_TILES + group) * D_SCORES, m, m > 0);
+                multiply_keys(dq_acc, base + SCORES + (m * DS_TILES + group) * D_SCORES, base + KEYS + m * 2 * TILE, m > 0);
             wgmma_commit();
-            store(dk, dk_acc, scale, own_k + TILE, group);
-            store(dv, dv_acc, 1.0f, base + group * 2 * TILE, group);
+            store_tokens(dk, dk_acc, scale, own_k + TILE, head, group);
+            store_tokens(dv, dv_acc, 1.0f, base + group * 2 * TILE, head, group);
             wgmma_wait<0>();
-            if (group < tiles) store(dq, dq_acc, scale, base + group * 2 * TILE + TILE, group, sums_q);
+            if (group < tiles) store_tokens(dq, dq_acc, scale, base + group * 2 * TILE + TILE, head, group, sums_q);
         } else {
             if ((tiles - 1) % GROUPS != group) wait_at(read_at(round * tiles + tiles - 1));
             if (left <= 0) continue;
-            if (thread == 0 && left > 64 * GROUPS) load(keys_here, own_k, k, v, key_tile + GROUPS);
+            if (thread == 0 && left > 64 * GROUPS) load_tokens(keys_here, own_k, k, v, head, key_tile + GROUPS);
             __syncwarp();
-            store(dk, dk_acc, scale, own_ds, key_tile);
-            store(dv, dv_acc, 1.0f, own_ds + TILE, key_tile);
+            store_tokens(dk, dk_acc, scale, own_ds, head, key_tile);
+            store_tokens(dv, dv_acc, 1.0f, own_ds + TILE, head, key_tile);
         }
     }
     if (thread == 0) tma_store_wait();
