@@ -30,6 +30,10 @@ constexpr int THREADS = 512;
 #include "group_norm_boxes.cuh"
 #include "dropout.cuh"
 
+// Where the rows of a block's table begin, each of WIDTH channels. The first three are Affine's. Later GAIN and SLOPE are those
+// of dx = GAIN * d_preact - (CONSTANT + SLOPE * (x - centre)).
+enum Row { MEAN = 0, GAIN = WIDTH, SLOPE = 2 * WIDTH, RSTD = 3 * WIDTH, GAMMA = 4 * WIDTH, CONSTANT = 5 * WIDTH, ROWS = 6 * WIDTH };
+
 constexpr int DEPTH = 5;  // boxes that are on their way at once: if all were, all would arrive together, and late
 
 // Waits for a channel's sums over an image, and adds them. slots[0] is the first part's, slots[pitch] the next one's.
@@ -96,16 +100,25 @@ __device__ __forceinline__ void add_images(const Exchange* exchange, int block, 
     }
 }
 
-// Load this thread's pixels of the HELD boxes after the first `boxes`, of `count` in all: x, and dy, which becomes d_preact.
-__device__ __forceinline__ void load_held(Raw (&held_x)[HELD + 1], Raw (&held_d_preact)[HELD + 1], const T* x, const T* dy, int pitch,
-                                          int dy_pitch, int boxes, int count) {
+// A thread's pixels of the HELD boxes after the first `boxes`, of `count` in all.
+struct Held {
+    Raw x[HELD + 1], d_preact[HELD + 1];
+    u32 bits[HELD + 1] = {};  // of dropout's mask
+    // Load x, and dy, which becomes d_preact.
+    __device__ __forceinline__ void load(const T* from, const T* dy, int pitch, int dy_pitch, int boxes, int count) {
 #pragma unroll
-    for (int h = 0; h < HELD; h++) {
-        held_x[h] = held_d_preact[h] = Raw{};
-        if (boxes + h < count)
-            held_x[h] = load_raw(x + (i64)(boxes + h) * pitch), held_d_preact[h] = load_raw(dy + (i64)(boxes + h) * dy_pitch);
+        for (int h = 0; h < HELD; h++) {
+            x[h] = d_preact[h] = Raw{};
+            if (boxes + h < count)
+                x[h] = load_raw(from + (i64)(boxes + h) * pitch), d_preact[h] = load_raw(dy + (i64)(boxes + h) * dy_pitch);
+        }
     }
-}
+    __device__ __forceinline__ void load_bits(const u8* mask, i64 e, int pitch, int boxes, int count) {
+#pragma unroll
+        for (int h = 0; h < HELD; h++)
+            if (boxes + h < count) bits[h] = load_mask(mask, e + (i64)(boxes + h) * pitch);
+    }
+};
 
 // Store element i of totals, dscale and dshift, (N, C) each, or null. `total` has a channel's sums over an image, of d_preact
 // and of d_preact * xhat.
@@ -114,6 +127,106 @@ __device__ __forceinline__ void store_totals(const Modulation& own, float2 total
     if (totals) totals[i] = make_float2(own.factor() * total.x, own.factor() * total.y);
     if (dscale) dscale[i] = (add_scale ? dscale[i] : 0.0f) + own.weight * total.y + own.bias * total.x;
     if (dshift) dshift[i] = (add_shift ? dshift[i] : 0.0f) + total.x;
+}
+
+// What the threads of a block share, and this thread's place.
+struct Block {
+    Place place;
+    Boxes<2> boxes;            // of x or x2, and of dy, which becomes d_preact
+    const TensorMap* maps[2];  // of these
+    int first_channel[2];      // of the chunk in them
+    int at;                    // this thread's elements in a box
+    __device__ __forceinline__ void send(int i) const { boxes.send(maps, first_channel, place, i); }
+};
+
+// A thread's sums over its pixels of d_preact, and of d_preact * (x - centre).
+struct Sums {
+    float d_preact[V], product[V];
+};
+
+// Add a pixel to `sums`, and return its d_preact. y receives the output if `writes`. kept: its bits of dropout's mask.
+__device__ __forceinline__ Raw add_pixel(Sums& sums, const Affine& affine, const Raw& x, const Raw& dy, u32 kept, float kept_scale,
+                                         int silu, T* y, bool writes) {
+    float v[V], d_preact[V], output[V], slope[V];
+    to_floats(x, v);
+    to_floats(dy, d_preact);
+    linearize(affine, v, output, slope, silu);
+    if constexpr (DROPS) drop<V>(kept, kept_scale, d_preact), drop<V>(kept, kept_scale, output);
+    if (writes) store<V>(y, output);
+#pragma unroll
+    for (int k = 0; k < V; k++) {
+        d_preact[k] *= slope[k];
+        sums.d_preact[k] += d_preact[k];
+        sums.product[k] += d_preact[k] * v[k];
+    }
+    Raw packed;
+    store<V>(reinterpret_cast<T*>(&packed), d_preact);
+    return packed;
+}
+
+// The first pass: add all pixels of a thread as their boxes arrive. d_preact takes dy's place. y: where the output of the first
+// pixel goes.
+__device__ __forceinline__ void add_pixels(Sums& sums, const Affine& affine, const Block& block, Held& held, MaskReader& bits,
+                                           float kept_scale, int silu, T* y, int pitch, bool writes) {
+    int boxes = block.boxes.count, count = block.place.count;
+#pragma unroll 1
+    for (int i = 0; i < boxes; i++) {
+        if (HELD > 0 && i == boxes / 2) {
+#pragma unroll
+            for (int h = 0; h < HELD; h++)
+                if (boxes + h < count)
+                    held.d_preact[h] = add_pixel(sums, affine, held.x[h], held.d_preact[h], held.bits[h], kept_scale, silu,
+                                                 y + (i64)(boxes + h) * pitch, writes);
+        }
+        block.boxes.wait(i);
+        if (threadIdx.x == i % WARPS * 32 && i + DEPTH < boxes) block.send(i + DEPTH);
+        if (i >= count) continue;
+        T* kept = block.boxes.box(1, i) + block.at;
+        Raw& d_preact = *reinterpret_cast<Raw*>(kept);
+        d_preact = add_pixel(sums, affine, load_raw(block.boxes.box(0, i) + block.at), load_raw(kept), bits.take(), kept_scale, silu,
+                             y + (i64)i * pitch, writes);
+    }
+}
+
+// The map from d_preact and x to dx of V channels: dx = gain * d_preact - (constant + slope * (x - centre)).
+struct Gradient {
+    float constant[V], gain[V], slope[V], centre[V];
+    __device__ __forceinline__ Gradient(const float* table, int first, const float (&centre)[V]) {
+        load<V>(table + CONSTANT + first, constant);
+        load<V>(table + GAIN + first, gain);
+        load<V>(table + SLOPE + first, slope);
+#pragma unroll
+        for (int k = 0; k < V; k++) this->centre[k] = centre[k];
+    }
+    // Write dx of a pixel. Unless `plain`, add element e of addend, which may be null, and add dx to `sum`.
+    __device__ __forceinline__ void write(T* dx, const Raw& x, const Raw& d_preact_raw, const T* addend, i64 e, float (&sum)[V],
+                                          bool plain) const {
+        float v[V], d_preact[V], term[V] = {};
+        to_floats(x, v);
+        to_floats(d_preact_raw, d_preact);
+        if (!plain && addend) load<V>(addend + e, term);
+#pragma unroll
+        for (int k = 0; k < V; k++) {
+            v[k] = gain[k] * d_preact[k] - (constant[k] + slope[k] * (v[k] - centre[k]));
+            if (!plain) sum[k] += v[k] += term[k];
+        }
+        store<V>(dx, v);
+    }
+};
+
+// The second pass: write dx of all pixels of a thread, from where they are kept. dx, where its first pixel lies, may be null.
+__device__ __forceinline__ void write_pixels(float (&sum)[V], const Gradient& gradient, const Block& block, const Held& held, T* dx,
+                                             const T* addend, int pitch, bool plain) {
+    int boxes = block.boxes.count, count = dx ? block.place.count : 0;
+#pragma unroll
+    for (int h = 0; h < HELD; h++)
+        if (boxes + h < count)
+            gradient.write(dx + (i64)(boxes + h) * pitch, held.x[h], held.d_preact[h], addend, (i64)(boxes + h) * pitch, sum,
+                           plain);
+#pragma unroll 4
+    for (int i = 0; i < min(boxes, count); i++, dx += pitch)
+        gradient.write(dx, load_raw(block.boxes.box(0, i) + block.at), load_raw(block.boxes.box(1, i) + block.at), addend,
+                       (i64)i * pitch, sum, plain);
 }
 
 // Writes
@@ -143,17 +256,15 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void backward(
         return;
     }
     Place place(n, part, parts, image - n * chunks, S);
-    Boxes<2> kept = {memory, boxes, shared_address(barriers)};
-    float* warp_sums = reinterpret_cast<float*>(kept.end());
-    // [6][WIDTH]: Affine's three rows; rstd; gamma; dx's constant. dx's gain and slope later replace Affine's last two rows.
-    float* table = warp_sums + 2 * WARPS * WIDTH;
-    float2* channels = reinterpret_cast<float2*>(table + 6 * WIDTH);
     bool second = place.c0 >= C1;
-    const TensorMap* const maps[2] = {second ? &map2 : &map, &dy_map};
-    const int first_channel[2] = {place.c0 - (second ? C1 : 0), place.c0};
+    const Block block = {place, {memory, boxes, shared_address(barriers)}, {second ? &map2 : &map, &dy_map},
+                         {place.c0 - (second ? C1 : 0), place.c0}, place.row * WIDTH + place.offset};
+    float* warp_sums = reinterpret_cast<float*>(block.boxes.end());
+    float* table = warp_sums + 2 * WARPS * WIDTH;
+    float2* channels = reinterpret_cast<float2*>(table + ROWS);
     constexpr int SENDER = WARPS - 1;  // the last warp: the first ones prepare the channels
-    if (warp == SENDER) kept.init();
-    if (threadIdx.x == THREADS - 1) prefetch(*maps[0]), prefetch(dy_map);
+    if (warp == SENDER) block.boxes.init();
+    if (threadIdx.x == THREADS - 1) prefetch(*block.maps[0]), prefetch(dy_map);
     const T* from = place.element(x, x2, S, C1, C2, pitch);
     const T* from_dy = place.element(dy, dy, S, C, 0, dy_pitch);
     wait_for_previous();
@@ -163,68 +274,30 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void backward(
     Channel channel(n, place.c0, WIDTH, C, size, weight, bias, scale, shift);
     float average = 0.0f, r = 0.0f;
     if (channel.here) average = mean[(i64)n * groups + channel.group], r = rstd[(i64)n * groups + channel.group];
-    Raw held_x[HELD + 1], held_d_preact[HELD + 1];
-    load_held(held_x, held_d_preact, from, from_dy, pitch, dy_pitch, boxes, place.count);
+    Held held;
+    held.load(from, from_dy, pitch, dy_pitch, boxes, place.count);
     const u8* own_mask = row_of(mask, n, (i64)S * C);
     MaskReader bits(own_mask, place.in_image(C), dy_pitch, DROPS ? min(boxes, place.count) : 0);
-    u32 held_bits[HELD + 1] = {};
-#pragma unroll
-    for (int h = 0; h < HELD; h++)
-        if (DROPS && boxes + h < place.count)
-            held_bits[h] = load_mask(own_mask, place.in_image(C) + (i64)(boxes + h) * dy_pitch);
+    if (DROPS) held.load_bits(own_mask, place.in_image(C), dy_pitch, boxes, place.count);
     if (threadIdx.x == 32 * SENDER)
-        for (int i = 0; i < min(boxes, DEPTH); i++) kept.send(maps, first_channel, place, i);
+        for (int i = 0; i < min(boxes, DEPTH); i++) block.send(i);
     if (channel.here) {
         Affine::fill(table, WIDTH, channel, average, r);
-        table[3 * WIDTH + j] = r;
-        table[4 * WIDTH + j] = channel.own.gamma();
+        table[RSTD + j] = r;
+        table[GAMMA + j] = channel.own.gamma();
     }
     __syncthreads();
 
-    int at = place.row * WIDTH + place.offset;
-    float v[V], d_preact[V], centre[V];
+    float centre[V];
     {
         T* recomputed = place.element(y, y, S, C, 0, recomputed_pitch);
-        float sum[V] = {}, product[V] = {}, output[V], slope[V];
+        Sums sums = {};
         Affine affine(table, WIDTH, place.offset);
 #pragma unroll
         for (int k = 0; k < V; k++) centre[k] = affine.centre[k];
-        auto add = [&](int i, const Raw& raw, const Raw& dy_raw, u32 kept, bool writes) {  // returns d_preact
-            to_floats(raw, v);
-            to_floats(dy_raw, d_preact);
-            linearize(affine, v, output, slope, silu);
-            if constexpr (DROPS) drop<V>(kept, kept_scale, d_preact), drop<V>(kept, kept_scale, output);
-            if (writes) store<V>(recomputed + (i64)i * recomputed_pitch, output);
-#pragma unroll
-            for (int k = 0; k < V; k++) {
-                d_preact[k] *= slope[k];
-                sum[k] += d_preact[k];
-                product[k] += d_preact[k] * v[k];
-            }
-            Raw packed;
-            store<V>(reinterpret_cast<T*>(&packed), d_preact);
-            return packed;
-        };
-        auto add_all = [&](bool writes) {
-#pragma unroll 1
-            for (int i = 0; i < boxes; i++) {
-                if (HELD > 0 && i == boxes / 2) {
-#pragma unroll
-                    for (int h = 0; h < HELD; h++)
-                        if (boxes + h < place.count)
-                            held_d_preact[h] = add(boxes + h, held_x[h], held_d_preact[h], held_bits[h], writes);
-                }
-                kept.wait(i);
-                if (threadIdx.x == i % WARPS * 32 && i + DEPTH < boxes) kept.send(maps, first_channel, place, i + DEPTH);
-                if (i >= place.count) continue;
-                T* kept_d_preact = kept.box(1, i) + at;
-                Raw& pack = *reinterpret_cast<Raw*>(kept_d_preact);
-                pack = add(i, load_raw(kept.box(0, i) + at), load_raw(kept_d_preact), bits.take(), writes);
-            }
-        };
-        if (recomputed) add_all(true);
-        else add_all(false);
-        add_warp(warp_sums, place, sum, product);
+        if (recomputed) add_pixels(sums, affine, block, held, bits, kept_scale, silu, recomputed, recomputed_pitch, true);
+        else add_pixels(sums, affine, block, held, bits, kept_scale, silu, recomputed, recomputed_pitch, false);
+        add_warp(warp_sums, place, sums.d_preact, sums.product);
     }
     __syncthreads();
 
@@ -234,9 +307,9 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void backward(
         total = make_float2(sum_of_warps(warp_sums, j), sum_of_warps(warp_sums, WIDTH + j));
         TaggedSlot* slots = exchange ? exchange->slots + (i64)n * parts * C + place.c0 + j : nullptr;
         if (exchange) slots[part * C].publish(total.x, total.y, launch);
-        off_centre = table[j] - centre_of(table[j]), rstd_j = table[3 * WIDTH + j], gamma = table[4 * WIDTH + j];
+        off_centre = table[MEAN + j] - centre_of(table[MEAN + j]), rstd_j = table[RSTD + j], gamma = table[GAMMA + j];
         share = rstd_j / ((float)S * size);
-        table[WIDTH + j] = gamma * rstd_j;
+        table[GAIN + j] = gamma * rstd_j;
         if (parts > 1) total = receive(slots, parts, C, launch);
         total.y = (total.y - off_centre * total.x) * rstd_j;
         channels[j] = make_float2(gamma * total.x, gamma * total.y);
@@ -246,9 +319,9 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void backward(
         const float2* group = channels + j / (u32)size * size;
         float2 sum = make_float2(0.0f, 0.0f);
         for (int k = 0; k < size; k++) sum.x += group[k].x, sum.y += group[k].y;
-        float slope = sum.y * share * rstd_j;  // dx = gain * d_preact - (constant + slope * (x - centre))
-        table[2 * WIDTH + j] = slope;
-        table[5 * WIDTH + j] = sum.x * share - slope * off_centre;
+        float slope = sum.y * share * rstd_j;
+        table[SLOPE + j] = slope;
+        table[CONSTANT + j] = sum.x * share - slope * off_centre;
         if (part == 0 && (totals || dscale || dshift)) {
             Modulation own(n, place.c0 + j, C, weight, bias, scale, shift);
             store_totals(own, total, (i64)n * C + place.c0 + j, totals, dscale, add_scale, dshift, add_shift);
@@ -259,37 +332,13 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void backward(
     T* target = place.element(dx, dx2, S, C1, C2, pitch);
     if (!target && !sums && !sums2) return;
     const T* before = place.element(addend, addend2, S, C1, C2, pitch);
-    float constant[V], gain[V], slope[V], sum[V] = {};
-    load<V>(table + 5 * WIDTH + place.offset, constant);
-    load<V>(table + WIDTH + place.offset, gain);
-    load<V>(table + 2 * WIDTH + place.offset, slope);
+    Gradient gradient(table, place.offset, centre);
+    float sum[V] = {};
     float* out = second ? sums2 : sums;
-    auto apply = [&](T* target, int i, const Raw& raw, const Raw& d_preact_raw, bool plain) {
-        to_floats(raw, v);
-        to_floats(d_preact_raw, d_preact);
-        float term[V] = {};
-        if (!plain && before) load<V>(before + (i64)i * pitch, term);
-#pragma unroll
-        for (int k = 0; k < V; k++) {
-            v[k] = gain[k] * d_preact[k] - (constant[k] + slope[k] * (v[k] - centre[k]));
-            if (!plain) sum[k] += v[k] += term[k];
-        }
-        store<V>(target, v);
-    };
-    auto apply_all = [&](bool plain) {  // plain: without addend and sums
-        int count = target ? place.count : 0;
-#pragma unroll
-        for (int h = 0; h < HELD; h++)
-            if (boxes + h < count) apply(target + (i64)(boxes + h) * pitch, boxes + h, held_x[h], held_d_preact[h], plain);
-        T* next = target;
-#pragma unroll 4
-        for (int i = 0; i < min(boxes, count); i++, next += pitch)
-            apply(next, i, load_raw(kept.box(0, i) + at), load_raw(kept.box(1, i) + at), plain);
-    };
-    if (before || out) apply_all(false);
-    else apply_all(true);
+    if (before || out) write_pixels(sum, gradient, block, held, target, before, pitch, false);
+    else write_pixels(sum, gradient, block, held, target, before, pitch, true);
     if (!out) return;
     add_warp(warp_sums, place, sum, sum);  // it adds two arrays, of which one is used
     __syncthreads();
-    if (channel.here) out[((i64)n * parts + part) * (second ? C2 : C1) + first_channel[0] + j] = sum_of_warps(warp_sums, j);
+    if (channel.here) out[((i64)n * parts + part) * (second ? C2 : C1) + block.first_channel[0] + j] = sum_of_warps(warp_sums, j);
 }
