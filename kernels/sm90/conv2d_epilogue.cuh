@@ -2,6 +2,7 @@
 // sums, and writes the results to shared memory. A thread has two channels, in pairs of neighbouring pixels. The constants are those
 // of conv2d_sm90.cu, which includes it behind them.
 #pragma once
+#include "affine.cuh"
 #include "channel_statistics.cuh"
 #include "wgmma.cuh"
 
@@ -23,6 +24,35 @@ struct Place {
     // Its i-th channel, of the tile's 64 from k0 on.
     __device__ __forceinline__ int channel(int k0, int i) const { return k0 + warp * 16 + i * 8 + lane / 4; }
 };
+
+// The norm's maps of 64 channels of each image of a tile, by a warpgroup.
+__device__ __forceinline__ void fill_maps(float2* maps, int n0, int images, int k0, int K, const float* weight, const float* bias,
+                                          const float* scale, const float* shift, const float* mean, const float* rstd,
+                                          int groups) {
+    for (int j = threadIdx.x % 128; j < images * 64; j += 128) {
+        int n = n0 + j / 64, k = k0 + j % 64;
+        if (k >= K) continue;
+        int group = n * groups + k / (K / groups);
+        maps[j] = affine_of(Modulation(n, k, K, weight, bias, scale, shift), mean[group], rstd[group]);
+    }
+}
+
+constexpr bool READS_BIASES = SKIP || STREAM_K;  // for each tile: SKIP is short of registers
+
+// What is added to this thread's two channels of each image of a tile. biases: of these channels, unless READS_BIASES.
+__device__ __forceinline__ void load_offsets(float (&offset)[OFFSETS][2], const float (&biases)[2], const Place& place, int n,
+                                             int images, int k0, int K, const float* bias, const float* skip_bias,
+                                             const float* emb) {
+#pragma unroll
+    for (int i = 0; i < OFFSETS * 2; i++) {
+        int image = i / 2, k = place.channel(k0, i % 2);
+        float& sum = offset[image][i % 2];
+        sum = biases[i % 2];
+        if (READS_BIASES && bias && k < K) sum = bias[k];
+        if (SKIP && skip_bias && k < K) sum += skip_bias[k];
+        if (!SKIP && emb && k < K && image < images) sum += emb[(n + image) * K + k];
+    }
+}
 
 // How much of a tile lies inside of its images.
 struct Inside {

@@ -290,6 +290,33 @@ struct Products {
     }
 };
 
+// Prefetch the weights that a block reads first. Blocks may start while the kernel before them still runs. That kernel may still
+// write weights: they are only prefetched into L2, where a write still reaches them. Each tap by one of the blocks that read it.
+__device__ __forceinline__ void prefetch_weights(const Work& work, const TensorMap& weight, const TensorMap& last_weight,
+                                                 int b_stages, int S, int K) {
+    int end = min(min(work.own, work.last), work.first + b_stages) * R;
+    for (int tap = work.first * R + blockIdx.x; tap < end; tap += gridDim.x) {
+        int r = tap % R, s = tap / R % S, c = tap / R / S * CHUNK;
+        if (PASS == FPROP) tma_prefetch(K - work.k0 < 64 ? last_weight : weight, c, r * S + s, work.k0);
+        else tma_prefetch(weight, work.k0, (R - 1 - r) * S + S - 1 - s, c);
+    }
+}
+
+// Start copying a tile's rows from h0 on, of 64 channels from k on, to where the results lie, or from there.
+__device__ __forceinline__ void load_results(u32 result, const TensorMap& map, u32 barrier, int k, const OutputTile& tile, int h0,
+                                             int images) {
+    for (int c = 0; c < 64; c += CHUNK)
+        for (int image = 0; image < images; image++)
+            tma_load(result + c / CHUNK * CHUNK_BYTES + image * IMAGE_ROWS * 8 * ROW_BYTES, map, barrier, k + c, tile.w0, h0,
+                     tile.n + image);
+}
+__device__ __forceinline__ void store_results(u32 result, const TensorMap& map, int k, const OutputTile& tile, int h0, int images) {
+    for (int c = 0; c < 64; c += CHUNK)
+        for (int image = 0; image < images; image++)
+            tma_store(map, result + c / CHUNK * CHUNK_BYTES + image * IMAGE_ROWS * 8 * ROW_BYTES, k + c, tile.w0, h0,
+                      tile.n + image);
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTER_DIMS
 conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap x2,
             const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap last_weight,
@@ -332,14 +359,7 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
     i64 all = STREAM_K ? (i64)(all_tiles / together) * CEIL_DIV(K, 64) * steps : all_tiles;
     Work work = {all, 0, 0, all_tiles, tiles, across, rows, steps, own, first, last, (int)blockIdx.y * 64, together, resident};
     work.at = work.beginning(blockIdx.x / together), work.to = work.beginning(blockIdx.x / together + 1);
-    // Blocks may start while the kernel before them still runs. That kernel may still write weights: they are only prefetched
-    // into L2, where a write still reaches them. Each tap by one of the blocks that read it.
-    if (!STREAM_K && threadIdx.x == CONSUMERS)
-        for (int tap = first * R + blockIdx.x; tap < min(min(own, last), first + b_stages) * R; tap += gridDim.x) {
-            int r = tap % R, s = tap / R % S, c = tap / R / S * CHUNK;
-            if (PASS == FPROP) tma_prefetch(K - work.k0 < 64 ? last_weight : weight, c, r * S + s, work.k0);
-            else tma_prefetch(weight, work.k0, (R - 1 - r) * S + S - 1 - s, c);
-        }
+    if (!STREAM_K && threadIdx.x == CONSUMERS) prefetch_weights(work, weight, last_weight, b_stages, S, K);
     wait_for_previous();
     u32 launch = STREAM_K ? exchange->launch() : 0;
     __syncthreads();
@@ -360,8 +380,7 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
     u32 result = results + (finishes_one ? 0 : group) * RESULT_BYTES;
     u32 own_order = order + 8 * group, own_addend = addends + 8 * group;
     Place place(result);
-    constexpr bool READS_BIASES = SKIP || STREAM_K;  // in each iteration: SKIP is short of registers
-    float biases[2] = {};                            // of this lane's two channels
+    float biases[2] = {};  // of this lane's two channels
 #pragma unroll
     for (int i = 0; !READS_BIASES && i < 2; i++)
         if (int k = place.channel(work.k0, i); bias && k < K) biases[i] = bias[k];
@@ -379,37 +398,21 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
         int h0 = tile.h0 + rank * SHARE;  // the first row that this block finishes
         u32 phase = iteration / 2 & 1;
         int images = min(IMAGES, N - tile.n);
-        for (int j = threadIdx.x % 128; SLOPE && j < images * 64; j += 128) {
-            int n = tile.n + j / 64, k = k0 + j % 64;
-            if (k >= K) continue;
-            int group = n * groups + k / (K / groups);
-            norm_maps[j] = affine_of(Modulation(n, k, K, norm_weight, norm_bias, scale, shift), mean[group], rstd[group]);
-        }
+        if (SLOPE) fill_maps(norm_maps, tile.n, images, k0, K, norm_weight, norm_bias, scale, shift, mean, rstd, groups);
         float offset[OFFSETS][2];
-#pragma unroll
-        for (int i = 0; i < OFFSETS * 2; i++) {
-            int image = i / 2, k = place.channel(k0, i % 2);
-            float& sum = offset[image][i % 2];
-            sum = biases[i % 2];
-            if (READS_BIASES && bias && k < K) sum = bias[k];
-            if (SKIP && skip_bias && k < K) sum += skip_bias[k];
-            if (!SKIP && emb && k < K && image < images) sum += emb[(tile.n + image) * K + k];
-        }
+        load_offsets(offset, biases, place, tile.n, images, k0, K, bias, skip_bias, emb);
         // The warpgroups multiply by turns. At its turn a warpgroup knows that all stages before its own were filled: the other
         // has waited for them. Ring::skip requires this.
         barrier_wait(own_order, phase ^ (group == 0));
         float acc[PIXELS / 2];
         Products products(acc, a, b, part, S, resident);
-        auto load_addend = [&] {  // to where the results will lie
-            tma_store_wait();     // until TMA has read the last result
+        auto begin = [&] {
+            if (!READS || !begins || !leads) return;
+            tma_store_wait();  // until TMA has read the last result, whose place the addend takes
             barrier_expect(own_addend, images * (64 / CHUNK) * min(rows, SHARE) * width * ROW_BYTES);
             bool second = NORM && k0 >= K1;
-            for (int c = 0; c < 64; c += CHUNK)
-                for (int image = 0; image < images; image++)
-                    tma_load(result + c / CHUNK * CHUNK_BYTES + image * IMAGE_ROWS * 8 * ROW_BYTES, second ? addend2 : addend,
-                             own_addend, k0 + c - (second ? K1 : 0), tile.w0, h0, tile.n + image);
+            load_results(result, second ? addend2 : addend, own_addend, k0 - (second ? K1 : 0), tile, h0, images);
         };
-        auto begin = [&] { if (READS && begins && leads) load_addend(); };
         if (SPARED > 0) products.walk(min(own - S, middle), K_STEPS, pitch, before, begin);
         products.walk(middle, K_STEPS - SPARED, pitch, before, begin);
         products.walk_skip_path(last);
@@ -436,10 +439,7 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
         warpgroup_meets();
         if (leads) {
             bool second = !NORM && k0 >= K1;
-            for (int c = 0; c < 64; c += CHUNK)
-                for (int image = 0; image < images; image++)
-                    tma_store(second ? out2 : out, result + c / CHUNK * CHUNK_BYTES + image * IMAGE_ROWS * 8 * ROW_BYTES,
-                              k0 + c - (second ? K1 : 0), tile.w0, h0, tile.n + image);
+            store_results(result, second ? out2 : out, k0 - (second ? K1 : 0), tile, h0, images);
         }
 #pragma unroll
         for (int i = 0; SUMS && i < 2; i++) tile_sums.leave(place, IMAGES - 1, i);
