@@ -279,8 +279,3 @@ def aligned(array: Array, *lengths: int) -> bool:
     """Whether 16-byte copies may be used: the start of `array` and each of `lengths`, in elements, are multiples of 16
     bytes."""
     return math.gcd(array.data.ptr, math.gcd(*lengths) * array.itemsize) % 16 == 0
-
-
-def address(array: Array) -> int:
-    """The address of a CUDA array's first element."""
-    return array.data.ptr

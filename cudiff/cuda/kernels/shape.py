@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from cudiff.backend import Array, array_module, float16, float32, int32, int64, is_capturing, is_float
-from cudiff.cuda.launch import address, blocks, empty, launch
+from cudiff.cuda.launch import blocks, empty, launch
 
 
 def merge_axes(
@@ -106,7 +106,7 @@ def join(out: Array, parts: Sequence[Array], axis: int) -> None:
     rows = math.prod(out.shape[:axis])
     parts = [part for part in parts if part.size]
     widths = [part.size // rows * part.itemsize for part in parts]  # in bytes
-    packed = math.gcd(*widths, *map(address, (out, *parts))) % 16 == 0
+    packed = math.gcd(*widths, *[array.data.ptr for array in (out, *parts)]) % 16 == 0
     unit, name = (16, "join_packed") if packed else (out.itemsize, "join")
     if out.nbytes // unit >= COUNTED:
         ends = itertools.accumulate(part.shape[axis] for part in parts)
@@ -119,7 +119,7 @@ def join(out: Array, parts: Sequence[Array], axis: int) -> None:
         first = np.subtract(columns[begin : begin + len(some) + 1], columns[begin])
         table = np.zeros((), _PARTS)
         table["count"] = len(some)
-        table["parts"][: len(some)] = [address(part) for part in some]
+        table["parts"][: len(some)] = [part.data.ptr for part in some]
         table["first"][: len(some) + 1] = first
         sizes = map(np.uint32, (rows, columns[-1], columns[begin]))
         launch("shape", name, blocks(rows * int(first[-1]), 1024), 256, (out, *sizes, table), T=_unit(out))
@@ -140,14 +140,14 @@ def join_as(dtype: np.dtype, parts: Sequence[Array | None]) -> Array:
     given = [part for part in parts if part is not None]
     *lengths, width = given[0].shape
     out, table = empty((*lengths, len(parts) * width), dtype), np.zeros((), _EACH)
-    table["each"][: len(parts)] = [0 if part is None else address(part) for part in parts]
+    table["each"][: len(parts)] = [0 if part is None else part.data.ptr for part in parts]
     _cast_parts("join", table, given[0].dtype, out, len(parts), width, out, *given)
     return out
 
 
 def _cast_parts(name: str, x: Any, dtype: np.dtype, out: Array, parts: int, width: int, *arrays: Array) -> None:
     """Launch a kernel of cast.cu that reads x, of this dtype, and writes `out`. arrays: all that it reads or writes."""
-    pack = 8 if width % 8 == 0 and math.gcd(*map(address, arrays)) % 16 == 0 else 1
+    pack = 8 if width % 8 == 0 and math.gcd(*[array.data.ptr for array in arrays]) % 16 == 0 else 1
     if out.size:
         launch("cast", name, out.size // width, 32 * min(8, blocks(width, 32 * pack)), (x, out, parts, width, pack),
                FROM=dtype, TO=out.dtype)
