@@ -28,10 +28,8 @@ def forward(given: Forward, tile: Tile, p: Problem) -> None:
     _launch("forward", p, p.queries, 1, tile, (*arrays, *_sizes(given.q, p), *arguments(mask)))
 
 
-def offer_backward(p: Problem) -> Offer | None:
-    """The offer's plan is two tiles, of queries and of keys."""
-    if not p.backward:
-        return None
+def offer_backward(p: Problem) -> Offer:
+    """Serves all that is left, which is backward. The offer's plan is two tiles, of queries and of keys."""
     return Offer(plan=tuple(tile_of(p.dtype, p.dim, rows, True, p.products, p.masked) for rows in (p.queries, p.keys)))
 
 
