@@ -54,7 +54,7 @@ def _restated(restate: Callable[[Operands, Problem], restated.Restated]) -> Call
     """A row's `run` that runs another convolution in place of the problem's, by the row that the table has for it."""
     def run(given: Operands, offer: Offer, p: Problem) -> None:
         again = restate(given, p)
-        again.run(_pass_of(p), *again.steps)
+        again.run(_pass_of(p), again.stride, again.padding)
 
     return run
 
