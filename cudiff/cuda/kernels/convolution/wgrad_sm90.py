@@ -128,12 +128,12 @@ def run(given: Operands, offer: Offer, p: Problem) -> None:
     read as upsampled. The offer's plan is `Prepared`. The gradient of 16-bit images may be deferred (see
     cudiff.cuda.deferred)."""
     ready: Prepared = offer.plan
-    if p.x.dtype == float32 or ready.pads:
+    if p.x.dtype == float32:
+        wgrad_tf32(given.x.reshape(p.x.shape), given.out.reshape(p.out.shape), given.weight, given.add)
+        return
+    if ready.pads:
         x, out = _whole(given.x.reshape(p.x.shape)), _whole(given.out.reshape(p.out.shape))
         given = given._replace(x=x, out=out)
-    if p.x.dtype == float32:
-        wgrad_tf32(x, out, given.weight, given.add)
-        return
     if ready.chosen is not None:
         _configured(ready.chosen, ready)([given])
     else:
