@@ -23,7 +23,7 @@ from cudiff.cuda.kernels.convolution.plans_sm90 import (
     at_once,
 )
 from cudiff.cuda.kernels.convolution.problem import WGRAD, Fusion, Operands, Problem
-from cudiff.cuda.kernels.convolution.sm90 import full_tiles, of_one_size, takes_second_source
+from cudiff.cuda.kernels.convolution.sm90 import full_tiles, of_one_size, takes_sources
 from cudiff.cuda.kernels.shape import padded
 from cudiff.cuda.launch import Launch, blocks, empty, launch
 from cudiff.cuda.select import Offer
@@ -46,9 +46,7 @@ def supports(p: Problem) -> bool:
 
 
 def offer(p: Problem) -> Offer | None:
-    if not supports(p):
-        return None
-    if Fusion.SECOND_SOURCE in p.wanted and (Fusion.UPSAMPLE in p.wanted or not takes_second_source(p)):
+    if not (supports(p) and takes_sources(p)):
         return None
     upsampled = Fusion.UPSAMPLE in p.wanted and _takes_upsampled(p)
     fused = p.wanted & ({Fusion.SECOND_SOURCE, Fusion.UPSAMPLE} if upsampled else {Fusion.SECOND_SOURCE})

@@ -98,7 +98,8 @@ def _supports(p: Problem) -> bool:
         and p.out.rows_aligned
         and min(p.x.size, p.out.size) > 0
         and max(p.x.size, p.out.size) < 2**31
-        and (not pair or (sm90.takes_second_source(p) and not (p.direction == DGRAD and p.wanted & EPILOGUE)))
+        and sm90.takes_sources(p)
+        and not (pair and p.direction == DGRAD and p.wanted & EPILOGUE)
         and not (_is_matrix(p) and Fusion.EMB in p.wanted)
         and all(min(part.windows.taps) > 0 and part.windows.mappable(p.x.shape[1:3]) for part in parts_of(p))
     )

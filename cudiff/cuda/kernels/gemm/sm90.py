@@ -66,7 +66,8 @@ def _supports(p: Problem) -> bool:
     return (
         is_low(p.x.dtype)
         and (p.wanted - {Fusion.BIAS, Fusion.SECOND_SOURCE} in _FUSED if low_out else not p.wanted)
-        and (not pair or (sm90.takes_second_source(p) and not (p.direction == DGRAD and p.wanted & EPILOGUE)))
+        and sm90.takes_sources(p)
+        and not (pair and p.direction == DGRAD and p.wanted & EPILOGUE)
         and p.x.rows_aligned
         and p.out.rows_aligned
         and p.weight.rows_aligned
