@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import NamedTuple
 
@@ -77,7 +76,6 @@ def plans(shape: tuple[int, ...], outputs: int, kernel: tuple[int, int], itemsiz
     return [plan for plan in (*fitted, *several, *whole) if plan is not None]
 
 
-@functools.cache
 def _of_several(shape: tuple[int, ...], taps: int, upsample: bool) -> list[tuple[int, int]]:
     """Of each number of whole images of this shape, which are up to 8 pixels wide, the pixels of the smallest tile.
     Between two lie the rows of zeros that pad both, so many as `taps` // 2, half of the rows of taps."""
@@ -91,7 +89,6 @@ def _of_several(shape: tuple[int, ...], taps: int, upsample: bool) -> list[tuple
     return found
 
 
-@functools.cache
 def _of_whole_rows(shape: tuple[int, ...], columns: int, upsample: bool) -> list[int]:
     """Of each number of tiles of an image, the pixels of the smallest tile of whole rows, for a weight of `columns`
     columns. There is none where the columns of 8 pixels of other tiles fill the image's width. With 256 pixels
@@ -107,7 +104,6 @@ def _covered(height: int, pixels: int) -> int:
     return blocks(height, pixels // 8) * (pixels // 8)
 
 
-@functools.cache
 def tiles_of(shape: tuple[int, ...], rows: int, whole_rows: bool) -> int:
     """Output tiles of `rows` rows, whole ones or of 8 pixels, of one image of (N, H, W, C)."""
     return blocks(shape[1], rows) * (1 if whole_rows else blocks(shape[2], 8))
@@ -118,7 +114,6 @@ def count_of(shape: tuple[int, ...], rows: int, images: int, whole_rows: bool) -
     return blocks(shape[0], images) * tiles_of(shape, rows, whole_rows)
 
 
-@functools.cache
 def pitch_of(columns: int, upsample: bool, width: int = 0) -> int:
     """Pixels of a row of a halo tile, for a weight of `columns` columns. With `upsample` they are loaded in pairs.
     width: that of an image, for tiles of its whole rows; then zeros between two rows pad both."""

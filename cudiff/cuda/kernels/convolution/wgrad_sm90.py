@@ -58,7 +58,6 @@ def _takes_upsampled(p: Problem) -> bool:
     return is_low(p.x.dtype) and len(cuts(p.out.shape[1:3], p.x.shape[3], p.kernel, 1, 1, upsample=True)) > 0
 
 
-@functools.cache
 def width_of(columns: int, most: int = COLUMNS) -> int:
     """Pixels of an image's row in a step: a multiple of 8, the pixels of a swizzled block. A row of more than `most`
     columns is read in parts. Their width is the multiple of 16 that pads the row least, the largest if several do."""
@@ -199,7 +198,6 @@ ROW = struct.Struct("=128s128s128sQq5i28x")
 _NO_ROW = ROW.pack(b"", b"", b"", 0, 0, 2**31 - 1, 0, 0, 0, 0)
 
 
-@functools.cache
 def _blocks(weight: tuple[int, ...], taps: int, across: int) -> int:
     """Blocks for each part of the depth of a weight (K, R, S, C)."""
     outputs, _, kernel_columns, channels = weight

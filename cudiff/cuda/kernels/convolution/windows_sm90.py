@@ -14,7 +14,6 @@ pixel once for several taps, has all that it serves.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from typing import NamedTuple
@@ -47,7 +46,6 @@ class Part(NamedTuple):
     pixels: tuple[slice, slice]
 
 
-@functools.cache
 def _along(backward: bool, length: int, taps: int, stride: int, padding: int) -> list[tuple]:
     """The parts along one axis, for a result of this length. Each is the four fields of `Windows`, then the slices of
     the weight's taps and of the result's pixels."""
