@@ -134,7 +134,7 @@ def _dense(given: Operands, way: Bundles, is_wgrad: bool) -> tuple[Array, Array]
     pairs = dense.reshape(count, way.groups, k // way.groups, rows, columns, way.groups, c // way.groups)
     own = pairs.diagonal(axis1=1, axis2=5).transpose(0, 5, 1, 2, 3, 4)
     if not is_wgrad:
-        move(own, (weight if weight.dtype == dense.dtype else weight.astype(dense.dtype)).reshape(own.shape))
+        move(own, weight.astype(dense.dtype, copy=False).reshape(own.shape))
     return dense, own
 
 

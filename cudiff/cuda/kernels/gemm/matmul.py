@@ -27,7 +27,7 @@ def multiply(a: Array, b: Array, out: Array, transpose_a: bool, transpose_b: boo
     a is (B, m, k), or (B, k, m) with transpose_a. b is (B, k, n), or (B, n, k) with transpose_b. A batch of one serves
     the whole batch. Rows may be parts of longer ones. b is cast to a's dtype.
     """
-    b = b if b.dtype == a.dtype else b.astype(a.dtype)
+    b = b.astype(a.dtype, copy=False)
     (batches, rows, columns), depth = out.shape, a.shape[1 if transpose_a else 2]
     if out.size == 0:
         return
