@@ -48,14 +48,10 @@ def supports(p: Problem) -> bool:
 def offer(p: Problem) -> Offer | None:
     if not (supports(p) and takes_sources(p)):
         return None
-    upsampled = Fusion.UPSAMPLE in p.wanted and _takes_upsampled(p)
-    fused = p.wanted & ({Fusion.SECOND_SOURCE, Fusion.UPSAMPLE} if upsampled else {Fusion.SECOND_SOURCE})
-    return Offer(fused, Prepared(p))
-
-
-def _takes_upsampled(p: Problem) -> bool:
-    """Whether it can read x as the forward did, upsampled to twice the height and width."""
-    return is_low(p.x.dtype) and len(cuts(p.out.shape[1:3], p.x.shape[3], p.kernel, 1, 1, upsample=True)) > 0
+    fused = {Fusion.SECOND_SOURCE}
+    if is_low(p.x.dtype) and cuts(p.out.shape[1:3], p.x.shape[3], p.kernel, 1, 1, upsample=True):
+        fused.add(Fusion.UPSAMPLE)
+    return Offer(p.wanted & fused, Prepared(p))
 
 
 def width_of(columns: int, most: int = COLUMNS) -> int:
