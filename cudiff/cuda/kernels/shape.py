@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from cudiff.backend import Array, array_module, float16, float32, int32, int64, is_capturing, is_float
+from cudiff.backend import Array, array_module, float32, int32, int64, is_capturing, is_float
 from cudiff.cuda.launch import blocks, empty, launch
 
 
@@ -32,8 +32,6 @@ def merge_axes(
 
 
 _VIEWS = np.dtype([("dims", "i4"), ("sizes", "i4", 6), ("out", "i8", 6), ("x", "i8", 6)], align=True)
-_UNITS: dict[int, np.dtype] = {1: np.dtype(np.uint8), 2: float16, 4: int32, 8: int64}
-
 
 MOVED_BYTES, MOVED_UNITS = 3e6, 0.35e6
 """Bytes that `move` reads and writes in a microsecond, and packs or elements, whose places take divisions to find."""
@@ -162,14 +160,15 @@ def _in_packs(sizes: tuple[int, ...], strides: Sequence[tuple[int, ...]], out: A
     )
 
 
-def wide(out: Array, x: Array) -> tuple[Array, Array]:
-    """Both views, of one dtype and shape, as ones of 8 or 4 bytes an element where they consist of these: fewer for
-    `move` to find. Packs of 16 bytes it finds itself."""
+def copy(out: Array, x: Array) -> None:
+    """out[...] = x, between views of one dtype and shape: as `move`, but by elements of 8 or 4 bytes where the views
+    consist of these, which are fewer to find. Packs of 16 bytes `move` finds itself."""
     lengths = [out.shape[-1] * out.itemsize, *(n for view in (out, x) for n in (view.data.ptr, *view.strides[:-1]))]
     unit = math.gcd(16, *lengths)
-    if unit not in (4, 8) or unit <= out.itemsize or any(view.strides[-1] != view.itemsize for view in (out, x)):
-        return out, x
-    return out.view(_UNITS[unit]), x.view(_UNITS[unit])
+    if unit in (4, 8) and unit > out.itemsize and all(view.strides[-1] == view.itemsize for view in (out, x)):
+        wide = int32 if unit == 4 else int64
+        out, x = out.view(wide), x.view(wide)
+    move(out, x)
 
 
 def contiguous(view: Array) -> Array:

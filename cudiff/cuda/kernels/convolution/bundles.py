@@ -16,7 +16,7 @@ from cudiff.backend import Array, float32, is_low
 from cudiff.cuda.deferred import deferred
 from cudiff.cuda.kernels.convolution import grouped, portable, sm90, wgrad_sm90, windows_sm90
 from cudiff.cuda.kernels.convolution.problem import LONGEST, WGRAD, Fusion, Image, Operands, Problem, Weight
-from cudiff.cuda.kernels.shape import move, move_microseconds, wide, zeros
+from cudiff.cuda.kernels.shape import copy, move, move_microseconds, zeros
 from cudiff.cuda.launch import empty
 from cudiff.cuda.select import Offer
 
@@ -122,7 +122,7 @@ def run(given: Operands, offer: Offer, p: Problem, convolve: Callable[[Operands,
     if is_wgrad:
         move(given.weight.reshape(own.shape), own, given.add)
     elif copied:
-        move(*wide(_apart(out, count), outs))
+        copy(_apart(out, count), outs)
 
 
 def _dense(given: Operands, way: Bundles, is_wgrad: bool) -> tuple[Array, Array]:
@@ -148,7 +148,7 @@ def _copies(image: Array, count: int) -> Array:
     """A copy (bundles, N, H, W, channels) of an image."""
     view = _apart(image, count)
     out = empty(view.shape, image.dtype)
-    move(*wide(out, view))
+    copy(out, view)
     return out
 
 

@@ -35,7 +35,7 @@ from cudiff.cuda.kernels.convolution.problem import (
     Problem,
     Weight,
 )
-from cudiff.cuda.kernels.shape import fit, fit_microseconds, fitted, move, move_microseconds, padded, wide, zeros
+from cudiff.cuda.kernels.shape import copy, fit, fit_microseconds, fitted, move, move_microseconds, padded, zeros
 from cudiff.cuda.launch import blocks, empty
 from cudiff.cuda.select import Offer
 
@@ -126,7 +126,7 @@ def _cut(image: Array, dilation: Pair, size: Pair, before: Pair) -> Array:
     whole = padded(image, widths) if any(map(any, widths)) else image
     view = _every(whole, dilation)
     out = empty(view.shape, image.dtype)
-    move(*wide(out, view))
+    copy(out, view)
     return out.reshape(-1, *size, image.shape[3])
 
 
@@ -137,9 +137,9 @@ def _join(parts: Array, dilation: Pair, before: Pair, out: Array) -> None:
     if (height, width) != size:
         whole = empty((n, *size, c), out.dtype)
     view = _every(whole, dilation)
-    move(*wide(view, parts.reshape(view.shape)))
+    copy(view, parts.reshape(view.shape))
     if whole is not out:
-        move(*wide(out, whole[:, before[0] : before[0] + height, before[1] : before[1] + width]))
+        copy(out, whole[:, before[0] : before[0] + height, before[1] : before[1] + width])
 
 
 def _every(image: Array, dilation: Pair) -> Array:
@@ -277,10 +277,10 @@ def _fold(array: Array, stride: Pair, before: Pair, shape: tuple[int, ...]) -> A
     (n, height, width, c), (_, rows, columns, _) = array.shape, shape
     whole = zeros((n, rows * stride[0], columns * stride[1], c), array.dtype)
     inside = whole[:, before[0] : before[0] + height, before[1] : before[1] + width]
-    move(*wide(inside, array[:, : inside.shape[1], : inside.shape[2]]))
+    copy(inside, array[:, : inside.shape[1], : inside.shape[2]])
     out = zeros(shape, array.dtype)
     view = _pixels(out, stride, c)
-    move(*wide(view, whole.reshape(view.shape)))
+    copy(view, whole.reshape(view.shape))
     return out
 
 
@@ -288,7 +288,7 @@ def _unfold(folded: Array, stride: Pair, before: Pair, out: Array, add: bool = F
     """out = or, with `add`, += what `_fold` would make `folded` of."""
     (n, height, width, c), (_, rows, columns, _) = out.shape, folded.shape
     whole, view = empty((n, rows * stride[0], columns * stride[1], c), out.dtype), _pixels(folded, stride, c)
-    move(*wide(whole.reshape(view.shape), view))
+    copy(whole.reshape(view.shape), view)
     inside = whole[:, before[0] : before[0] + height, before[1] : before[1] + width]
     move(out, inside, add)
 
