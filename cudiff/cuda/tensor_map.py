@@ -42,22 +42,20 @@ class Windows(NamedTuple):
         return max(self.step) <= LONGEST_STEP and max(map(abs, corners)) <= FARTHEST
 
 
-def tensor_map(array: Array, box: tuple[int, ...], operand: bool = True, twice: bool = False,
-               swizzled: bool = True) -> bytes:
+def tensor_map(array: Array, box: tuple[int, ...], operand: bool = True) -> bytes:
     """The 128 bytes of a CUtensorMap for boxes of `box` elements of a CUDA array, to be passed to a kernel by value.
 
     array: float16, bfloat16 or float32, of up to 5 axes. The last one is contiguous; the address and the other strides
-    are multiples of 16 bytes. box: its last axis has 128, 64 or 32 bytes if `swizzled`, else a multiple of 16. operand:
-    whether float32 is rounded to tf32 by the copy. twice: the array gets an axis of length 2 and stride 0 before its
-    last one, which repeats each line; the box has it too. Raises CudiffError if the driver refuses.
+    are multiples of 16 bytes. box: its last axis has 128, 64 or 32 bytes. operand: whether float32 is rounded to tf32
+    by the copy. Raises CudiffError if the driver refuses.
     """
-    return _map(array.data.ptr, array.shape, array.dtype, array.strides, box, operand, twice, swizzled)
+    return _map(array.data.ptr, array.shape, array.dtype, array.strides, box, operand)
 
 
 @functools.lru_cache(maxsize=4096)
 def _map(pointer: int, shape: tuple[int, ...], dtype: np.dtype, strides: tuple[int, ...], box: tuple[int, ...],
-         operand: bool = True, twice: bool = False, swizzled: bool = True) -> bytes:
-    return form_of(shape, dtype, box, operand, twice, swizzled, strides=strides).at(pointer)
+         operand: bool) -> bytes:
+    return form_of(shape, dtype, box, operand, strides=strides).at(pointer)
 
 
 class Form:
@@ -70,7 +68,11 @@ class Form:
 @functools.lru_cache(maxsize=4096)
 def form_of(shape: tuple[int, ...], dtype: np.dtype, box: tuple[int, ...], operand: bool = True, twice: bool = False,
             swizzled: bool = True, windows: Windows | None = None, *, strides: tuple[int, ...]) -> Form:
-    """That of `tensor_map`, or `windows_map`, of an array of this shape, dtype and these strides."""
+    """That of `tensor_map`, or `windows_map`, of an array of this shape, dtype and these strides.
+
+    twice: the array gets an axis of length 2 and stride 0 before its last one, which repeats each line; the box has it
+    too. swizzled: if not, the box's last axis may have any multiple of 16 bytes.
+    """
     steps = _steps(shape, strides)
     if twice:
         shape, steps = (*shape[:-1], 2, shape[-1]), (*steps, 0)

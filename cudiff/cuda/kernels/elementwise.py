@@ -14,13 +14,8 @@ def grid(array: Array) -> int:
     return blocks(array.size * array.itemsize, 256 * 16)
 
 
-def relu_forward(x: Array, out: Array) -> None:
-    """out = max(x, 0); out may be x."""
-    launch("elementwise", "relu_forward", grid(x), 256, (x, out, np.int64(x.size)), T=x.dtype)
-
-
 def activate(name: str, x: Array, slope: Array | None) -> None:
-    """x = the activation of x. slope: None, or like x: receives the activation's slope there."""
+    """x = relu, silu, gelu or gelu_tanh of x. slope: None, or like x: receives the slope there, but not relu's."""
     if slope is None:
         launch("elementwise", f"{name}_forward", grid(x), 256, (x, x, np.int64(x.size)), T=x.dtype)
     else:

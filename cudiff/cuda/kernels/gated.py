@@ -8,7 +8,7 @@ from typing import Any
 from cudiff.backend import Array, float32
 from cudiff.cuda.accumulate import gradient_target
 from cudiff.cuda.device import multiprocessors
-from cudiff.cuda.launch import address, aligned, blocks, empty, launch
+from cudiff.cuda.launch import aligned, blocks, empty, launch
 from cudiff.cuda.sums import add_rows
 from cudiff.gradient import Slot
 
@@ -28,7 +28,7 @@ def gate_gradients(dout: Array, y: Array, gate: Array, into: Slot | None) -> tup
     (images, channels), rows, dy = gate.shape, math.prod(y.shape[1:-1]), empty(y.shape, y.dtype)
     dgate, add = gradient_target(into, gate.shape, float32)
     grid, constants = _sizes(gate, rows, dy, dout, y)
-    at_once = grid[1] == 1 and not add and address(dgate) % 16 == 0
+    at_once = grid[1] == 1 and not add and dgate.data.ptr % 16 == 0
     gate_sums = dgate if at_once else empty((images, grid[1], channels), float32)
     sums = empty((images, grid[1], channels), float32)
     launch("gated", "backward", grid, (32, 8), (dy, gate_sums, sums, dout, y, gate, rows, channels), **constants)

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from cudiff.backend import Array, array_module, float16, float32, int32, int64, is_capturing, is_float
-from cudiff.cuda.launch import address, blocks, empty, launch
+from cudiff.backend import Array, array_module, float32, int32, int64, is_capturing, is_float
+from cudiff.cuda.launch import blocks, empty, launch
 
 
 def merge_axes(
@@ -32,8 +32,6 @@ def merge_axes(
 
 
 _VIEWS = np.dtype([("dims", "i4"), ("sizes", "i4", 6), ("out", "i8", 6), ("x", "i8", 6)], align=True)
-_UNITS: dict[int, np.dtype] = {1: np.dtype(np.uint8), 2: float16, 4: int32, 8: int64}
-
 
 MOVED_BYTES, MOVED_UNITS = 3e6, 0.35e6
 """Bytes that `move` reads and writes in a microsecond, and packs or elements, whose places take divisions to find."""
@@ -106,7 +104,7 @@ def join(out: Array, parts: Sequence[Array], axis: int) -> None:
     rows = math.prod(out.shape[:axis])
     parts = [part for part in parts if part.size]
     widths = [part.size // rows * part.itemsize for part in parts]  # in bytes
-    packed = math.gcd(*widths, *map(address, (out, *parts))) % 16 == 0
+    packed = math.gcd(*widths, *[array.data.ptr for array in (out, *parts)]) % 16 == 0
     unit, name = (16, "join_packed") if packed else (out.itemsize, "join")
     if out.nbytes // unit >= COUNTED:
         ends = itertools.accumulate(part.shape[axis] for part in parts)
@@ -119,7 +117,7 @@ def join(out: Array, parts: Sequence[Array], axis: int) -> None:
         first = np.subtract(columns[begin : begin + len(some) + 1], columns[begin])
         table = np.zeros((), _PARTS)
         table["count"] = len(some)
-        table["parts"][: len(some)] = [address(part) for part in some]
+        table["parts"][: len(some)] = [part.data.ptr for part in some]
         table["first"][: len(some) + 1] = first
         sizes = map(np.uint32, (rows, columns[-1], columns[begin]))
         launch("shape", name, blocks(rows * int(first[-1]), 1024), 256, (out, *sizes, table), T=_unit(out))
@@ -140,14 +138,14 @@ def join_as(dtype: np.dtype, parts: Sequence[Array | None]) -> Array:
     given = [part for part in parts if part is not None]
     *lengths, width = given[0].shape
     out, table = empty((*lengths, len(parts) * width), dtype), np.zeros((), _EACH)
-    table["each"][: len(parts)] = [0 if part is None else address(part) for part in parts]
+    table["each"][: len(parts)] = [0 if part is None else part.data.ptr for part in parts]
     _cast_parts("join", table, given[0].dtype, out, len(parts), width, out, *given)
     return out
 
 
 def _cast_parts(name: str, x: Any, dtype: np.dtype, out: Array, parts: int, width: int, *arrays: Array) -> None:
     """Launch a kernel of cast.cu that reads x, of this dtype, and writes `out`. arrays: all that it reads or writes."""
-    pack = 8 if width % 8 == 0 and math.gcd(*map(address, arrays)) % 16 == 0 else 1
+    pack = 8 if width % 8 == 0 and math.gcd(*[array.data.ptr for array in arrays]) % 16 == 0 else 1
     if out.size:
         launch("cast", name, out.size // width, 32 * min(8, blocks(width, 32 * pack)), (x, out, parts, width, pack),
                FROM=dtype, TO=out.dtype)
@@ -162,14 +160,15 @@ def _in_packs(sizes: tuple[int, ...], strides: Sequence[tuple[int, ...]], out: A
     )
 
 
-def wide(out: Array, x: Array) -> tuple[Array, Array]:
-    """Both views, of one dtype and shape, as ones of 8 or 4 bytes an element where they consist of these: fewer for
-    `move` to find. Packs of 16 bytes it finds itself."""
+def copy(out: Array, x: Array) -> None:
+    """out[...] = x, between views of one dtype and shape: as `move`, but by elements of 8 or 4 bytes where the views
+    consist of these, which are fewer to find. Packs of 16 bytes `move` finds itself."""
     lengths = [out.shape[-1] * out.itemsize, *(n for view in (out, x) for n in (view.data.ptr, *view.strides[:-1]))]
     unit = math.gcd(16, *lengths)
-    if unit not in (4, 8) or unit <= out.itemsize or any(view.strides[-1] != view.itemsize for view in (out, x)):
-        return out, x
-    return out.view(_UNITS[unit]), x.view(_UNITS[unit])
+    if unit in (4, 8) and unit > out.itemsize and all(view.strides[-1] == view.itemsize for view in (out, x)):
+        wide = int32 if unit == 4 else int64
+        out, x = out.view(wide), x.view(wide)
+    move(out, x)
 
 
 def contiguous(view: Array) -> Array:

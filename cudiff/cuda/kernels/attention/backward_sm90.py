@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from cudiff.backend import float32, is_low
+from cudiff.backend import float32
 from cudiff.cuda.device import multiprocessors
 from cudiff.cuda.kernels.attention.problem import SUMS, Backward, Problem
-from cudiff.cuda.kernels.attention.sm90 import TOKENS, padded_dim, sums_of, tile_map, time_of_backward
+from cudiff.cuda.kernels.attention.sm90 import TOKENS, padded_dim, sums_of, supports, tile_map, time_of_backward
 from cudiff.cuda.launch import blocks, empty, launch
 from cudiff.cuda.select import Offer
 
@@ -23,7 +23,7 @@ LONG = 256  # keys, at least
 
 def offer_backward(p: Problem) -> Offer | None:
     """It declines where two passes are estimated to be as fast: they need no sums of dq in float32."""
-    served = p.backward and is_low(p.dtype) and 32 < p.dim <= 128 and p.aligned and not p.masked
+    served = supports(p, backward=True) and p.dim > 32 and not p.masked
     if not served or p.keys < LONG or blocks(p.keys, KEYS) > multiprocessors() or 1.02 * time(p) > time_of_backward(p):
         return None
     return Offer(p.wanted & {SUMS})

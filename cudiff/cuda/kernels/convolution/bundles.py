@@ -16,7 +16,7 @@ from cudiff.backend import Array, float32, is_low
 from cudiff.cuda.deferred import deferred
 from cudiff.cuda.kernels.convolution import grouped, portable, sm90, wgrad_sm90, windows_sm90
 from cudiff.cuda.kernels.convolution.problem import LONGEST, WGRAD, Fusion, Image, Operands, Problem, Weight
-from cudiff.cuda.kernels.shape import move, move_microseconds, wide, zeros
+from cudiff.cuda.kernels.shape import copy, move, move_microseconds, zeros
 from cudiff.cuda.launch import empty
 from cudiff.cuda.select import Offer
 
@@ -66,13 +66,12 @@ def _best(p: Problem, ways: Iterable[Bundles | None], copies: float) -> Offer | 
 
 def _ways(p: Problem) -> list[Bundles]:
     """Bundles of each possible number of groups."""
-    found = []
+    (k, rows, columns, c), wanted, found = p.weight.shape, p.wanted & {Fusion.BIAS, Fusion.ADDEND}, []
     for groups in range(1, p.groups + 1):
-        count, (k, rows, columns, c) = p.groups // groups, p.weight.shape
-        if count * groups == p.groups:
+        if p.groups % groups == 0:
+            count = p.groups // groups
             x, out = (Image((*image.shape[:3], image.shape[3] // count), image.dtype) for image in (p.x, p.out))
             weight = Weight((k // count, rows, columns, c * groups))
-            wanted = p.wanted & {Fusion.BIAS, Fusion.ADDEND}
             one = p._replace(x=x, out=out, weight=weight, wanted=wanted, norm=(), groups=1)
             found.append(Bundles(count, groups, one))
     return found
@@ -81,7 +80,7 @@ def _ways(p: Problem) -> list[Bundles]:
 def _of_views(way: Bundles) -> Bundles | None:
     """The way by views of the images, None where no kernel of Hopper serves one."""
     x, out = [image._replace(pitch=image.shape[3] * way.bundles) for image in (way.problem.x, way.problem.out)]
-    way = way._replace(problem=(one := way.problem._replace(x=x, out=out)))
+    one = way.problem._replace(x=x, out=out)
     if not (one.x.rows_aligned and one.out.rows_aligned):
         return None
     if one.direction == WGRAD:
@@ -89,11 +88,12 @@ def _of_views(way: Bundles) -> Bundles | None:
         if found is None:
             return None
         time = wgrad_sm90.plan.estimate(one.out.shape[:3], (one.weight.shape,) * way.bundles, False)
-        return way._replace(microseconds=time, run=wgrad_sm90.run, offer=found)
+        return way._replace(problem=one, microseconds=time, run=wgrad_sm90.run, offer=found)
     for kernel in (windows_sm90, sm90):
         found = kernel.offer(one)
         if found is not None:
-            return way._replace(microseconds=way.bundles * windows_sm90.otherwise(one), run=kernel.run, offer=found)
+            time = way.bundles * windows_sm90.otherwise(one)
+            return way._replace(problem=one, microseconds=time, run=kernel.run, offer=found)
     return None
 
 
@@ -122,7 +122,7 @@ def run(given: Operands, offer: Offer, p: Problem, convolve: Callable[[Operands,
     if is_wgrad:
         move(given.weight.reshape(own.shape), own, given.add)
     elif copied:
-        move(*wide(_apart(out, count), outs))
+        copy(_apart(out, count), outs)
 
 
 def _dense(given: Operands, way: Bundles, is_wgrad: bool) -> tuple[Array, Array]:
@@ -134,7 +134,7 @@ def _dense(given: Operands, way: Bundles, is_wgrad: bool) -> tuple[Array, Array]
     pairs = dense.reshape(count, way.groups, k // way.groups, rows, columns, way.groups, c // way.groups)
     own = pairs.diagonal(axis1=1, axis2=5).transpose(0, 5, 1, 2, 3, 4)
     if not is_wgrad:
-        move(own, (weight if weight.dtype == dense.dtype else weight.astype(dense.dtype)).reshape(own.shape))
+        move(own, weight.astype(dense.dtype, copy=False).reshape(own.shape))
     return dense, own
 
 
@@ -148,7 +148,7 @@ def _copies(image: Array, count: int) -> Array:
     """A copy (bundles, N, H, W, channels) of an image."""
     view = _apart(image, count)
     out = empty(view.shape, image.dtype)
-    move(*wide(out, view))
+    copy(out, view)
     return out
 
 

@@ -120,7 +120,7 @@ def run(given: Operands, offer: Offer, p: Problem) -> ChannelStatistics | None:
     if p.direction == WGRAD:
         _wgrad(given, few, many, p.weight.shape, constants)
         return None
-    weight = given.weight if given.weight.dtype == many.dtype else given.weight.astype(many.dtype)
+    weight = given.weight.astype(many.dtype, copy=False)
     backward = p.direction == DGRAD
     at = _weight(p.weight.shape, few_last=(few is given.x) != backward, flipped=backward)
     if many is given.out:

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from cudiff.backend import Array, float32
+from cudiff.backend import float32
 from cudiff.cuda.device import multiprocessors
 from cudiff.cuda.kernels.convolution.problem import DGRAD, FPROP, WGRAD, Fusion, Operands, Problem
 from cudiff.cuda.launch import aligned, blocks, empty, launch
@@ -54,7 +54,7 @@ def run_depthwise(given: Operands, offer: Offer, p: Problem) -> None:
         add_parts(parts, weight, given.add)
     else:
         launch("conv2d_depthwise", p.direction.lower(), (n * height, across), block,
-               (out, image, _as(image, weight), epilogue.bias, epilogue.addend, _sizes(p)),
+               (out, image, weight.astype(image.dtype, copy=False), epilogue.bias, epilogue.addend, _sizes(p)),
                rows * columns * lanes * pack * image.itemsize, **constants)
 
 
@@ -74,7 +74,7 @@ def run(given: Operands, offer: Offer, p: Problem) -> None:
     else:
         bm, bn = (128, 16) if columns <= 16 else (64, 64)
         tiles = p.groups * blocks(pixels, bm) * blocks(columns, bn)
-        weight, (bias, _, addend) = _as(given.x, given.weight), given.epilogue[:3]
+        weight, (bias, _, addend) = given.weight.astype(given.x.dtype, copy=False), given.epilogue[:3]
         _launch(p, (tiles, 1), (bm, bn), (given.out, given.x, weight, bias, addend, 0))
 
 
@@ -94,10 +94,6 @@ def microseconds(p: Problem) -> float:
 def _launch(p: Problem, grid: tuple[int, int], tile: tuple[int, int], args: tuple) -> None:
     launch("conv2d_grouped", "conv2d_grouped", grid, 256, (*args, _sizes(p)), PASS=p.direction, T=p.x.dtype,
            BM=tile[0], BN=tile[1])
-
-
-def _as(image: Array, weight: Array) -> Array:
-    return weight if weight.dtype == image.dtype else weight.astype(image.dtype)
 
 
 def _sizes(p: Problem) -> np.ndarray:

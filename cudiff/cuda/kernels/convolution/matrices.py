@@ -23,10 +23,8 @@ def offer_pixels(p: Problem) -> Offer | None:
 
 
 def run_pixels(given: Operands, offer: Offer, p: Problem) -> None:
-    rows = given.out.reshape(1, -1, given.out.shape[3])
-    matrix = given.weight.reshape(len(given.weight), -1)
     epilogue = given.epilogue._replace(rows_per_image=p.out.shape[1] * p.out.shape[2])
-    linear(p.direction, given._replace(weight=matrix, out=rows, epilogue=epilogue, norm=None))
+    linear(p.direction, given._replace(epilogue=epilogue, norm=None))
 
 
 def offer_windows(p: Problem) -> Offer | None:

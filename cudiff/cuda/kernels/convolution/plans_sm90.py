@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import NamedTuple
 
@@ -77,7 +76,6 @@ def plans(shape: tuple[int, ...], outputs: int, kernel: tuple[int, int], itemsiz
     return [plan for plan in (*fitted, *several, *whole) if plan is not None]
 
 
-@functools.cache
 def _of_several(shape: tuple[int, ...], taps: int, upsample: bool) -> list[tuple[int, int]]:
     """Of each number of whole images of this shape, which are up to 8 pixels wide, the pixels of the smallest tile.
     Between two lie the rows of zeros that pad both, so many as `taps` // 2, half of the rows of taps."""
@@ -91,7 +89,6 @@ def _of_several(shape: tuple[int, ...], taps: int, upsample: bool) -> list[tuple
     return found
 
 
-@functools.cache
 def _of_whole_rows(shape: tuple[int, ...], columns: int, upsample: bool) -> list[int]:
     """Of each number of tiles of an image, the pixels of the smallest tile of whole rows, for a weight of `columns`
     columns. There is none where the columns of 8 pixels of other tiles fill the image's width. With 256 pixels
@@ -107,7 +104,6 @@ def _covered(height: int, pixels: int) -> int:
     return blocks(height, pixels // 8) * (pixels // 8)
 
 
-@functools.cache
 def tiles_of(shape: tuple[int, ...], rows: int, whole_rows: bool) -> int:
     """Output tiles of `rows` rows, whole ones or of 8 pixels, of one image of (N, H, W, C)."""
     return blocks(shape[1], rows) * (1 if whole_rows else blocks(shape[2], 8))
@@ -118,7 +114,6 @@ def count_of(shape: tuple[int, ...], rows: int, images: int, whole_rows: bool) -
     return blocks(shape[0], images) * tiles_of(shape, rows, whole_rows)
 
 
-@functools.cache
 def pitch_of(columns: int, upsample: bool, width: int = 0) -> int:
     """Pixels of a row of a halo tile, for a weight of `columns` columns. With `upsample` they are loaded in pairs.
     width: that of an image, for tiles of its whole rows; then zeros between two rows pad both."""
@@ -157,10 +152,10 @@ def fit(pixels: int, shape: tuple[int, ...], outputs: int, kernel: tuple[int, in
     `_of_several`, with `whole_rows` of `_of_whole_rows`.
 
     It is None if shared memory has no room for two halo tiles and two weights of R taps. With `upsample` it must have
-    room for three weights, because halo tiles are loaded row by row: with two, 128 channels at 64 x 64 take 69 µs, with
-    a smaller tile 64. It is also None if a cluster's blocks cannot split the depth: each must have a step of it, and
-    all clusters must run at once. Only the smallest tile is split, because larger ones gained nothing. There is no
-    plan with `stream_k` if a block has more than MOST_SHARES tiles.
+    room for three weights: halo tiles are loaded row by row, and with two weights a smaller tile is faster. It is also
+    None if a cluster's blocks cannot split the depth: each must have a step of it, and all clusters must run at once.
+    Only the smallest tile is split, because larger ones gained nothing. There is no plan with `stream_k` if a block has
+    more than MOST_SHARES tiles.
     """
     pitch = pitch_of(kernel[1], upsample, shape[2] if whole_rows else 0)
     rows, of_halo = min(shape[1], pixels // 8), (pixels // 8 + kernel[0] - 1) * pitch  # pixels

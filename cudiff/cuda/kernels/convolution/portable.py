@@ -32,7 +32,7 @@ def run(given: Operands, offer: Offer, p: Problem) -> ChannelStatistics | None:
     elif p.direction == WGRAD:
         a, b, out, epilogue = given.out, given.x, given.weight, Epilogue(addend=given.weight if given.add else None)
     (n, height, width, c1), (k, *kernel, c), size = x, p.weight.shape, result[1:3]
-    b = b if b.dtype == a.dtype else b.astype(a.dtype)
+    b = b.astype(a.dtype, copy=False)
     b = b if b.flags.c_contiguous else contiguous(b)  # a slice of the weight if the input is two sources
     upsample = Fusion.UPSAMPLE in p.wanted
     longest = LONGEST - max(p.padding)

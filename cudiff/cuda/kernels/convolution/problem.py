@@ -57,7 +57,7 @@ class Image(NamedTuple):
         return math.prod(self.shape)
 
     def form(self, box: tuple[int, ...], images: tuple[int, ...], **options: bool) -> Form:
-        """That of its tensor map, if it is viewed as `images`, (N, H, W). box, options: see `tensor_map`."""
+        """That of its tensor map, if it is viewed as `images`, (N, H, W). box, options: see `form_of`."""
         pixel = (self.pitch or self.shape[3]) * self.dtype.itemsize
         strides = images[1] * images[2] * pixel, images[2] * pixel, pixel, self.dtype.itemsize
         return form_of((*images, self.shape[3]), self.dtype, box, strides=strides, **options)

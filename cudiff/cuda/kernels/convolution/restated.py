@@ -35,18 +35,19 @@ from cudiff.cuda.kernels.convolution.problem import (
     Problem,
     Weight,
 )
-from cudiff.cuda.kernels.shape import fit, fit_microseconds, fitted, move, move_microseconds, padded, wide, zeros
+from cudiff.cuda.kernels.shape import copy, fit, fit_microseconds, fitted, move, move_microseconds, padded, zeros
 from cudiff.cuda.launch import blocks, empty
 from cudiff.cuda.select import Offer
 
 
 class Restated(NamedTuple):
-    """The convolution, or linear layer, that runs instead. finish(): copies its result to where it belongs; None where
-    it is there."""
+    """The convolution, or linear layer, that runs instead, without dilation and groups. finish(): copies its result to
+    where it belongs; None where it is there."""
 
     given: Operands
     finish: Callable[[], None] | None
-    steps: tuple[Pair, Pair, Pair, int]  # stride, padding, dilation, groups
+    stride: Pair
+    padding: Pair
 
     def run(self, launch: Callable[..., Any], *more: Any) -> None:
         """launch(operands, *more), and finish. What it launches is not deferred if `finish` reads its result."""
@@ -101,10 +102,10 @@ def offer_dilated(p: Problem) -> Offer | None:
 def undilated(given: Operands, p: Problem) -> Restated:
     parts, backward = _apart(p), p.direction == DGRAD
     of_input, of_output = (parts.size_in, parts.before), (parts.size_out, (0, 0))
-    steps = (1, 1), parts.padding, (1, 1), 1
+    steps = (1, 1), parts.padding
     if p.direction == WGRAD:
         x, dout = _cut(given.x, p.dilation, *of_input), _cut(given.out, p.dilation, *of_output)
-        return Restated(given._replace(x=x, out=dout), None, steps)
+        return Restated(given._replace(x=x, out=dout), None, *steps)
     out, addend = given.out, given.epilogue.addend
     of_x, of_result = (of_output, of_input) if backward else (of_input, of_output)
     x = _cut(given.x, p.dilation, *of_x)
@@ -113,7 +114,7 @@ def undilated(given: Operands, p: Problem) -> Restated:
     else:
         result = addend = _cut(addend, p.dilation, *of_result)
     given = given._replace(x=x, out=result, epilogue=given.epilogue._replace(addend=addend), norm=None)
-    return Restated(given, lambda: _join(result, p.dilation, of_result[1], out), steps)
+    return Restated(given, lambda: _join(result, p.dilation, of_result[1], out), *steps)
 
 
 def _cut(image: Array, dilation: Pair, size: Pair, before: Pair) -> Array:
@@ -125,7 +126,7 @@ def _cut(image: Array, dilation: Pair, size: Pair, before: Pair) -> Array:
     whole = padded(image, widths) if any(map(any, widths)) else image
     view = _every(whole, dilation)
     out = empty(view.shape, image.dtype)
-    move(*wide(out, view))
+    copy(out, view)
     return out.reshape(-1, *size, image.shape[3])
 
 
@@ -136,9 +137,9 @@ def _join(parts: Array, dilation: Pair, before: Pair, out: Array) -> None:
     if (height, width) != size:
         whole = empty((n, *size, c), out.dtype)
     view = _every(whole, dilation)
-    move(*wide(view, parts.reshape(view.shape)))
+    copy(view, parts.reshape(view.shape))
     if whole is not out:
-        move(*wide(out, whole[:, before[0] : before[0] + height, before[1] : before[1] + width]))
+        copy(out, whole[:, before[0] : before[0] + height, before[1] : before[1] + width])
 
 
 def _every(image: Array, dilation: Pair) -> Array:
@@ -187,25 +188,25 @@ def _with_channels(image: Image) -> Image:
 
 def whole_channels(given: Operands, p: Problem) -> Restated:
     x, weight, out, epilogue = _fitted(given.x, p.x), given.weight, given.out, given.epilogue
-    steps = p.stride, p.padding, (1, 1), 1
+    steps = p.stride, p.padding
     shape = _whole(weight.shape[0]), *weight.shape[1:-1], _whole(weight.shape[-1])
     if p.direction == WGRAD:
         again = given._replace(x=x, out=_fitted(out, p.out))
         if shape == weight.shape:
-            return Restated(again, None, steps)
+            return Restated(again, None, *steps)
         dweight = empty(shape, float32)
         own = dweight[: weight.shape[0], ..., : weight.shape[-1]]
-        return Restated(again._replace(weight=dweight, add=False), lambda: move(weight, own, given.add), steps)
+        return Restated(again._replace(weight=dweight, add=False), lambda: move(weight, own, given.add), *steps)
     if shape != weight.shape:
         weight = fitted(weight, shape)
     if p.out.rows_aligned:
-        return Restated(given._replace(x=x, weight=weight, norm=None), None, steps)
+        return Restated(given._replace(x=x, weight=weight, norm=None), None, *steps)
     channels = out.shape[-1]
     bias, emb, addend = (None if term is None else fitted(term, (*term.shape[:-1], _whole(channels)))
                          for term in epilogue[:3])
     result = empty((*out.shape[:-1], _whole(channels)), out.dtype) if addend is None else addend
     again = Operands(x, weight, result, epilogue._replace(bias=bias, emb=emb, addend=addend))
-    return Restated(again, lambda: fit(out, result), steps)
+    return Restated(again, lambda: fit(out, result), *steps)
 
 
 def _fitted(array: Array, image: Image) -> Array:
@@ -215,9 +216,9 @@ def _fitted(array: Array, image: Image) -> Array:
 def offer_folded(p: Problem) -> Offer | None:
     """Serves strides, from pixels of less than 16 bytes, where the copies and conv2d.cu of stride 1 are estimated to
     take less time than conv2d.cu. A faster kernel may run then. For the input's gradient the windows must reach each
-    pixel."""
+    pixel. Earlier rows take groups and dilation."""
     few, backward = p.weight.shape[3], p.direction == DGRAD
-    if p.stride == (1, 1) or p.groups > 1 or p.dilation != (1, 1) or few * p.x.dtype.itemsize >= 16:
+    if p.stride == (1, 1) or few * p.x.dtype.itemsize >= 16:
         return None
     left = {Fusion.SECOND_SOURCE, Fusion.UPSAMPLE, Fusion.CAST} | ({Fusion.BIAS, Fusion.EMB} if backward else set())
     if p.wanted & left or min(p.x.size, p.out.size) == 0:
@@ -252,22 +253,22 @@ def _folded(p: Problem) -> Problem:
 
 def folded(given: Operands, p: Problem) -> Restated:
     again, weight, none = _folded(p), given.weight, (0, 0)
-    steps = again.stride, again.padding, again.dilation, again.groups
+    steps = again.stride, again.padding
     if p.direction == WGRAD:
         dweight = empty(again.weight.shape, float32)
         one = Operands(_fold(given.x, p.stride, p.padding, again.x.shape), dweight, given.out)
-        return Restated(one, lambda: _unfold(dweight, p.stride, none, weight, given.add), steps)
+        return Restated(one, lambda: _unfold(dweight, p.stride, none, weight, given.add), *steps)
     weight = _fold(weight, p.stride, none, again.weight.shape)
     if p.direction == FPROP:
         x = _fold(given.x, p.stride, p.padding, again.x.shape)
-        return Restated(given._replace(x=x, weight=weight, norm=None), None, steps)
+        return Restated(given._replace(x=x, weight=weight, norm=None), None, *steps)
     addend = given.epilogue.addend
     if addend is None:
         result = empty(again.out.shape, given.out.dtype)
     else:
         result = addend = _fold(addend, p.stride, p.padding, again.out.shape)
     one = Operands(given.x, weight, result, given.epilogue._replace(addend=addend))
-    return Restated(one, lambda: _unfold(result, p.stride, p.padding, given.out), steps)
+    return Restated(one, lambda: _unfold(result, p.stride, p.padding, given.out), *steps)
 
 
 def _fold(array: Array, stride: Pair, before: Pair, shape: tuple[int, ...]) -> Array:
@@ -276,10 +277,10 @@ def _fold(array: Array, stride: Pair, before: Pair, shape: tuple[int, ...]) -> A
     (n, height, width, c), (_, rows, columns, _) = array.shape, shape
     whole = zeros((n, rows * stride[0], columns * stride[1], c), array.dtype)
     inside = whole[:, before[0] : before[0] + height, before[1] : before[1] + width]
-    move(*wide(inside, array[:, : inside.shape[1], : inside.shape[2]]))
+    copy(inside, array[:, : inside.shape[1], : inside.shape[2]])
     out = zeros(shape, array.dtype)
     view = _pixels(out, stride, c)
-    move(*wide(view, whole.reshape(view.shape)))
+    copy(view, whole.reshape(view.shape))
     return out
 
 
@@ -287,7 +288,7 @@ def _unfold(folded: Array, stride: Pair, before: Pair, out: Array, add: bool = F
     """out = or, with `add`, += what `_fold` would make `folded` of."""
     (n, height, width, c), (_, rows, columns, _) = out.shape, folded.shape
     whole, view = empty((n, rows * stride[0], columns * stride[1], c), out.dtype), _pixels(folded, stride, c)
-    move(*wide(whole.reshape(view.shape), view))
+    copy(whole.reshape(view.shape), view)
     inside = whole[:, before[0] : before[0] + height, before[1] : before[1] + width]
     move(out, inside, add)
 

@@ -55,13 +55,13 @@ def of_one_size(p: Problem) -> bool:
     )
 
 
-def takes_second_source(p: Problem) -> bool:
-    """Whether these kernels read, or in dgrad write, two images in place of their concatenation. The images must be
-    16-bit, and the first one's channels a multiple of 64."""
+def takes_sources(p: Problem) -> bool:
+    """Whether there is one source, or these kernels read, or in dgrad write, two images in place of their
+    concatenation. The images must be 16-bit and not upsampled, and the first one's channels a multiple of 64."""
     first, other = (p.out, p.x) if p.direction == DGRAD else (p.x, p.out)
-    return (
-        p.x2 is not None
-        and is_low(first.dtype)
+    return p.x2 is None or (
+        is_low(first.dtype)
+        and Fusion.UPSAMPLE not in p.wanted
         and len(p.x2.shape) == 4
         and p.kernel[0] == p.kernel[1]
         and first.shape[3] % CHANNELS == 0
@@ -75,9 +75,7 @@ def takes_second_source(p: Problem) -> bool:
 def offer(p: Problem) -> Offer | None:
     """Fuses all but casts, SUMS and AFTERWARDS; a skip path if `_takes_skip`, a norm's backward if `_takes_norm`, an
     upsampled input unless `_upsampling_gains`."""
-    if p.direction == WGRAD or not supports(p):
-        return None
-    if Fusion.SECOND_SOURCE in p.wanted and (Fusion.UPSAMPLE in p.wanted or not takes_second_source(p)):
+    if p.direction == WGRAD or not (supports(p) and takes_sources(p)):
         return None
     left = {Fusion.CAST, Fusion.SUMS} | AFTERWARDS
     if Fusion.SKIP in p.wanted and not _takes_skip(p):

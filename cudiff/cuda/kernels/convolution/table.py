@@ -32,7 +32,7 @@ from cudiff.cuda.kernels.convolution.problem import (
     fields_of,
     problem_of,
 )
-from cudiff.cuda.kernels.elementwise import relu_forward
+from cudiff.cuda.kernels.elementwise import activate
 from cudiff.cuda.kernels.gemm.product import Epilogue
 from cudiff.cuda.kernels.gemm.table import linear
 from cudiff.cuda.kernels.pool import TWICE, spread_windows
@@ -54,7 +54,7 @@ def _restated(restate: Callable[[Operands, Problem], restated.Restated]) -> Call
     """A row's `run` that runs another convolution in place of the problem's, by the row that the table has for it."""
     def run(given: Operands, offer: Offer, p: Problem) -> None:
         again = restate(given, p)
-        again.run(_pass_of(p), *again.steps)
+        again.run(_pass_of(p), again.stride, again.padding)
 
     return run
 
@@ -150,7 +150,7 @@ def fprop(given: Operands, stride: Pair, padding: Pair, dilation: Pair = (1, 1),
     assert Fusion.CAST not in left
     moments = row.run(given, offer, problem)
     if Fusion.RELU in left:
-        relu_forward(given.out, given.out)
+        activate("relu", given.out, None)
     return moments
 
 

@@ -23,7 +23,7 @@ from cudiff.cuda.kernels.convolution.plans_sm90 import (
     at_once,
 )
 from cudiff.cuda.kernels.convolution.problem import WGRAD, Fusion, Operands, Problem
-from cudiff.cuda.kernels.convolution.sm90 import full_tiles, of_one_size, takes_second_source
+from cudiff.cuda.kernels.convolution.sm90 import full_tiles, of_one_size, takes_sources
 from cudiff.cuda.kernels.shape import padded
 from cudiff.cuda.launch import Launch, blocks, empty, launch
 from cudiff.cuda.select import Offer
@@ -46,21 +46,14 @@ def supports(p: Problem) -> bool:
 
 
 def offer(p: Problem) -> Offer | None:
-    if not supports(p):
+    if not (supports(p) and takes_sources(p)):
         return None
-    if Fusion.SECOND_SOURCE in p.wanted and (Fusion.UPSAMPLE in p.wanted or not takes_second_source(p)):
-        return None
-    upsampled = Fusion.UPSAMPLE in p.wanted and _takes_upsampled(p)
-    fused = p.wanted & ({Fusion.SECOND_SOURCE, Fusion.UPSAMPLE} if upsampled else {Fusion.SECOND_SOURCE})
-    return Offer(fused, Prepared(p))
+    fused = {Fusion.SECOND_SOURCE}
+    if is_low(p.x.dtype) and cuts(p.out.shape[1:3], p.x.shape[3], p.kernel, 1, 1, upsample=True):
+        fused.add(Fusion.UPSAMPLE)
+    return Offer(p.wanted & fused, Prepared(p))
 
 
-def _takes_upsampled(p: Problem) -> bool:
-    """Whether it can read x as the forward did, upsampled to twice the height and width."""
-    return is_low(p.x.dtype) and len(cuts(p.out.shape[1:3], p.x.shape[3], p.kernel, 1, 1, upsample=True)) > 0
-
-
-@functools.cache
 def width_of(columns: int, most: int = COLUMNS) -> int:
     """Pixels of an image's row in a step: a multiple of 8, the pixels of a swizzled block. A row of more than `most`
     columns is read in parts. Their width is the multiple of 16 that pads the row least, the largest if several do."""
@@ -128,12 +121,12 @@ def run(given: Operands, offer: Offer, p: Problem) -> None:
     read as upsampled. The offer's plan is `Prepared`. The gradient of 16-bit images may be deferred (see
     cudiff.cuda.deferred)."""
     ready: Prepared = offer.plan
-    if p.x.dtype == float32 or ready.pads:
+    if p.x.dtype == float32:
+        wgrad_tf32(given.x.reshape(p.x.shape), given.out.reshape(p.out.shape), given.weight, given.add)
+        return
+    if ready.pads:
         x, out = _whole(given.x.reshape(p.x.shape)), _whole(given.out.reshape(p.out.shape))
         given = given._replace(x=x, out=out)
-    if p.x.dtype == float32:
-        wgrad_tf32(x, out, given.weight, given.add)
-        return
     if ready.chosen is not None:
         _configured(ready.chosen, ready)([given])
     else:
@@ -201,7 +194,6 @@ ROW = struct.Struct("=128s128s128sQq5i28x")
 _NO_ROW = ROW.pack(b"", b"", b"", 0, 0, 2**31 - 1, 0, 0, 0, 0)
 
 
-@functools.cache
 def _blocks(weight: tuple[int, ...], taps: int, across: int) -> int:
     """Blocks for each part of the depth of a weight (K, R, S, C)."""
     outputs, _, kernel_columns, channels = weight

@@ -14,7 +14,6 @@ pixel once for several taps, has all that it serves.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from typing import NamedTuple
@@ -47,7 +46,6 @@ class Part(NamedTuple):
     pixels: tuple[slice, slice]
 
 
-@functools.cache
 def _along(backward: bool, length: int, taps: int, stride: int, padding: int) -> list[tuple]:
     """The parts along one axis, for a result of this length. Each is the four fields of `Windows`, then the slices of
     the weight's taps and of the result's pixels."""
@@ -71,9 +69,12 @@ def parts_of(p: Problem) -> list[Part]:
 
 
 def offer(p: Problem) -> Offer | None:
-    """Fuses the epilogue and a second source. It declines unless it is estimated to take less time than the table's
-    next rows. The estimate includes the launches for what those rows fuse and this one does not: a norm's statistics or
-    PRODUCTS, for which the norm reads the result once more, and a skip path."""
+    """Fuses the epilogue and a second source. Earlier rows take groups and dilation.
+
+    It declines unless it is estimated to take less time than the table's next rows. The estimate includes the launches
+    for what those rows fuse and this one does not: a norm's statistics or PRODUCTS, for which the norm reads the result
+    once more, and a skip path.
+    """
     if not _supports(p):
         return None
     parts = parts_of(p)
@@ -90,15 +91,13 @@ def _supports(p: Problem) -> bool:
     return (
         is_low(p.x.dtype)
         and not p.wanted & {Fusion.CAST, Fusion.RELU, Fusion.UPSAMPLE}
-        and p.groups == 1
-        and p.dilation == (1, 1)
-        and len(p.x.shape) == len(p.out.shape) == 4
         and p.x.rows_aligned
         and p.weight.rows_aligned
         and p.out.rows_aligned
         and min(p.x.size, p.out.size) > 0
         and max(p.x.size, p.out.size) < 2**31
-        and (not pair or (sm90.takes_second_source(p) and not (p.direction == DGRAD and p.wanted & EPILOGUE)))
+        and sm90.takes_sources(p)
+        and not (pair and p.direction == DGRAD and p.wanted & EPILOGUE)
         and not (_is_matrix(p) and Fusion.EMB in p.wanted)
         and all(min(part.windows.taps) > 0 and part.windows.mappable(p.x.shape[1:3]) for part in parts_of(p))
     )

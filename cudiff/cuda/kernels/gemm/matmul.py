@@ -21,18 +21,16 @@ def few_rows_blocks(rows: int, columns: int) -> int:
     return blocks(columns, 8 if rows <= 2 else 16)
 
 
-def multiply(a: Array, b: Array, out: Array, transpose_a: bool = False, transpose_b: bool = False,
-             epilogue: Epilogue | None = None) -> None:
+def multiply(a: Array, b: Array, out: Array, transpose_a: bool, transpose_b: bool, epilogue: Epilogue) -> None:
     """out (B, m, n) = a·b for batches of CUDA matrices, plus what the epilogue adds.
 
     a is (B, m, k), or (B, k, m) with transpose_a. b is (B, k, n), or (B, n, k) with transpose_b. A batch of one serves
     the whole batch. Rows may be parts of longer ones. b is cast to a's dtype.
     """
-    b = b if b.dtype == a.dtype else b.astype(a.dtype)
+    b = b.astype(a.dtype, copy=False)
     (batches, rows, columns), depth = out.shape, a.shape[1 if transpose_a else 2]
     if out.size == 0:
         return
-    epilogue = epilogue or Epilogue()
     bias, emb, addend = epilogue[:3]
     if depth == 0 and bias is emb is None and (addend is None or addend is out):  # every sum is empty
         if addend is None:
@@ -76,11 +74,11 @@ def run(given: Operands, offer: Offer, p: Problem) -> None:
     x, out, epilogue = rows_of(given.x), rows_of(given.out), given.epilogue
     weight = given.weight.reshape(len(given.weight), -1)[None]
     if p.direction == FPROP:
-        multiply(x, weight, out, transpose_b=True, epilogue=epilogue)
+        multiply(x, weight, out, False, True, epilogue)
     elif p.direction == DGRAD:
-        multiply(x, weight, out, epilogue=epilogue)
+        multiply(x, weight, out, False, False, epilogue)
     else:
-        multiply(out, x, weight, transpose_a=True, epilogue=Epilogue(addend=weight if given.add else None))
+        multiply(out, x, weight, True, False, Epilogue(addend=weight if given.add else None))
 
 
 def microseconds(p: Product) -> float:

@@ -9,7 +9,7 @@ import numpy as np
 
 from cudiff.backend import Array, float32
 from cudiff.cuda.device import multiprocessors, shared_memory
-from cudiff.cuda.launch import address, blocks, empty, launch
+from cudiff.cuda.launch import blocks, empty, launch
 from cudiff.cuda.tiles import Planner
 from cudiff.mode import mode
 
@@ -175,7 +175,7 @@ def sum_splits(partials: Array, out: Array, epilogue: Epilogue, pitch: int) -> N
     """out = the sum of partials (splits, rows, columns), in order, plus what the epilogue adds. out's rows are `pitch`
     elements apart."""
     splits, rows, columns = partials.shape
-    places = [address(array) % (4 * out.itemsize) for array in (out, epilogue.addend) if array is not None]
+    places = [array.data.ptr % (4 * out.itemsize) for array in (out, epilogue.addend) if array is not None]
     whole = columns % 4 == pitch % 4 == max(places) == 0
     lanes = 1 << min(4, splits.bit_length() - 1)
     launch(

@@ -65,9 +65,9 @@ def _supports(p: Problem) -> bool:
     low_out, pair = p.direction != WGRAD, Fusion.SECOND_SOURCE in p.wanted
     return (
         is_low(p.x.dtype)
-        and p.out.dtype == p.x.dtype
         and (p.wanted - {Fusion.BIAS, Fusion.SECOND_SOURCE} in _FUSED if low_out else not p.wanted)
-        and (not pair or (sm90.takes_second_source(p) and not (p.direction == DGRAD and p.wanted & EPILOGUE)))
+        and sm90.takes_sources(p)
+        and not (pair and p.direction == DGRAD and p.wanted & EPILOGUE)
         and p.x.rows_aligned
         and p.out.rows_aligned
         and p.weight.rows_aligned
@@ -116,8 +116,8 @@ def offer_product(p: Product) -> Offer | None:
 
 
 def microseconds(p: Product) -> float:
-    """Estimated microseconds of a product that `offer_product` takes; infinity for others."""
-    return np.inf if offer_product(p) is None else plan.estimate(*_of_product(p))
+    """Estimated microseconds of a product that `offer_product` takes."""
+    return plan.estimate(*_of_product(p))
 
 
 def _of_product(p: Product) -> tuple[int, int, int, bool, int]:

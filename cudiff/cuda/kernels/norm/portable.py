@@ -28,8 +28,7 @@ def _stream_bytes() -> int:
 @functools.cache
 def _adds_itself(of_group: int, *of_sources: int) -> bool:
     """Whether every block of a pass adds up the sums of its groups, of so many channels, itself; else a launch before
-    does. of_sources: tiles of an image of each source. In the forward that took 0.7 µs more of 2 images of 8 x 8 with
-    3,072 channels on an H200, and 1.1 less of 2 images of 64 x 64 with 2,304 channels and 32 tiles."""
+    does. of_sources: tiles of an image of each source."""
     tiles = max(of_sources)
     return tiles <= _FEW_TILES and max(2, tiles) * of_group <= _FEW_SUMS
 
@@ -137,8 +136,9 @@ class BackwardPasses:
         affine_gradients(totals, given.dweight, given.dbias)
 
 
-def offer_backward(p: Problem) -> Offer | None:
-    return Offer(plan=BackwardPasses(p)) if p.backward else None
+def offer_backward(p: Problem) -> Offer:
+    """Serves all that is left, which is backward."""
+    return Offer(plan=BackwardPasses(p))
 
 
 def affine_gradients(totals: Array, dweight: Any, dbias: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -69,10 +69,6 @@ class ClusterPlan(NamedTuple):
         return [self.boxes.chunks, self.cluster]
 
     @property
-    def constants(self) -> dict[str, Any]:
-        return {"CLUSTER": self.cluster, "ACROSS": self.boxes.across}
-
-    @property
     def bytes(self) -> int:
         return self.kept * self.boxes.bytes + 4 * self.boxes.width * (35 + 3 * self.cluster)
 
@@ -127,10 +123,6 @@ class SharedPlan(NamedTuple):
     @property
     def choice(self) -> list[int]:
         return [self.boxes.chunks, self.parts, self.held]
-
-    @property
-    def constants(self) -> dict[str, Any]:
-        return {"ACROSS": self.boxes.across, "HELD": self.held}
 
     @property
     def bytes(self) -> int:
@@ -208,7 +200,7 @@ class ClusterLaunch:
         self.sizes = p.groups, p.pixels, p.channels1, p.channels2
         self.share = np.float64(p.groups / (p.pixels * p.channels))
         self.launch = Launch("group_norm_sm90", "forward", (p.images, plan.boxes.chunks, plan.cluster), (THREADS,),
-                             plan.bytes, **p.constants, **plan.constants)
+                             plan.bytes, **p.constants, CLUSTER=plan.cluster, ACROSS=plan.boxes.across)
 
     def __call__(self, given: Forward) -> None:
         y, mean, rstd, x, x2, weight, bias, scale, shift, _, eps, silu, dropout = given
@@ -241,7 +233,7 @@ class SharedLaunch:
         self.sizes = p.images, p.pixels, p.channels1, p.channels2
         self.launches = [
             Launch("group_norm_backward_sm90", "backward", (plan.blocks(p.images) + adding,), (THREADS,), plan.bytes,
-                   adding > 0 or plan.parts > 1, **p.constants, **plan.constants)
+                   adding > 0 or plan.parts > 1, **p.constants, ACROSS=plan.boxes.across, HELD=plan.held)
             for adding in (0, self.adding)  # without gradients of weight and bias, and with them
         ]
 
