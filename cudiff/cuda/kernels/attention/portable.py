@@ -26,9 +26,9 @@ def forward(given: Forward, tile: Tile, p: Problem) -> None:
     _launch("forward", p, p.queries, tile, (*arrays, *_sizes(given.q, p), *arguments(mask)))
 
 
-def offer_backward(p: Problem) -> Offer:
-    """Serves all that is left, which is backward. The offer's plan is two tiles, of queries and of keys."""
-    return Offer(plan=(_tile(p, p.queries), _tile(p, p.keys)))
+def offer_backward(p: Problem) -> Offer | None:
+    """The offer's plan is two tiles, of queries and of keys."""
+    return Offer(plan=(_tile(p, p.queries), _tile(p, p.keys))) if p.backward else None
 
 
 def backward(given: Backward, tiles: tuple[Tile, Tile], p: Problem) -> None:

@@ -216,9 +216,9 @@ def _fitted(array: Array, image: Image) -> Array:
 def offer_folded(p: Problem) -> Offer | None:
     """Serves strides, from pixels of less than 16 bytes, where the copies and conv2d.cu of stride 1 are estimated to
     take less time than conv2d.cu. A faster kernel may run then. For the input's gradient the windows must reach each
-    pixel. Earlier rows take groups and dilation."""
+    pixel."""
     few, backward = p.weight.shape[3], p.direction == DGRAD
-    if p.stride == (1, 1) or few * p.x.dtype.itemsize >= 16:
+    if p.stride == (1, 1) or p.groups > 1 or p.dilation != (1, 1) or few * p.x.dtype.itemsize >= 16:
         return None
     left = {Fusion.SECOND_SOURCE, Fusion.UPSAMPLE, Fusion.CAST} | ({Fusion.BIAS, Fusion.EMB} if backward else set())
     if p.wanted & left or min(p.x.size, p.out.size) == 0:

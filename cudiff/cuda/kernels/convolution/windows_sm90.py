@@ -69,12 +69,9 @@ def parts_of(p: Problem) -> list[Part]:
 
 
 def offer(p: Problem) -> Offer | None:
-    """Fuses the epilogue and a second source. Earlier rows take groups and dilation.
-
-    It declines unless it is estimated to take less time than the table's next rows. The estimate includes the launches
-    for what those rows fuse and this one does not: a norm's statistics or PRODUCTS, for which the norm reads the result
-    once more, and a skip path.
-    """
+    """Fuses the epilogue and a second source. It declines unless it is estimated to take less time than the table's
+    next rows. The estimate includes the launches for what those rows fuse and this one does not: a norm's statistics or
+    PRODUCTS, for which the norm reads the result once more, and a skip path."""
     if not _supports(p):
         return None
     parts = parts_of(p)
@@ -91,6 +88,9 @@ def _supports(p: Problem) -> bool:
     return (
         is_low(p.x.dtype)
         and not p.wanted & {Fusion.CAST, Fusion.RELU, Fusion.UPSAMPLE}
+        and p.groups == 1
+        and p.dilation == (1, 1)
+        and len(p.x.shape) == len(p.out.shape) == 4
         and p.x.rows_aligned
         and p.weight.rows_aligned
         and p.out.rows_aligned

@@ -136,9 +136,8 @@ class BackwardPasses:
         affine_gradients(totals, given.dweight, given.dbias)
 
 
-def offer_backward(p: Problem) -> Offer:
-    """Serves all that is left, which is backward."""
-    return Offer(plan=BackwardPasses(p))
+def offer_backward(p: Problem) -> Offer | None:
+    return Offer(plan=BackwardPasses(p)) if p.backward else None
 
 
 def affine_gradients(totals: Array, dweight: Any, dbias: Any) -> None:
