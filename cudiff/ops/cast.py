@@ -165,6 +165,12 @@ def as_tensor(x: Any) -> Tensor:
     return Tensor(x)
 
 
+def as_floating(x: Any) -> Tensor:
+    """`as_tensor`; integers and bools become float32."""
+    x = as_tensor(x)
+    return x if is_float(x.dtype) else astype(x, float32)
+
+
 def as_input(x: Any) -> Tensor:
     """`as_tensor`; an array of float64 becomes float32, in which networks compute."""
     found = as_tensor(x)

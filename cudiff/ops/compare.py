@@ -17,7 +17,7 @@ from cudiff.backend import float32, float64, int64, is_float, is_low
 from cudiff.cuda.kernels.elementwise import broadcast_layout
 from cudiff.cuda.launch import blocks, empty, launch
 from cudiff.function import Function
-from cudiff.ops.cast import as_tensor, as_tensors, as_wide, astype, operands, upcast
+from cudiff.ops.cast import as_floating, as_tensor, as_tensors, as_wide, astype, operands, upcast
 from cudiff.ops.elementwise import abs
 from cudiff.ops.reduce import Axis, sum
 from cudiff.tensor import Tensor
@@ -146,8 +146,7 @@ def isfinite(x: Any) -> Tensor:
 
 def _size(x: Any) -> Tensor:
     """|x| in a floating dtype, without gradients."""
-    (x,) = as_tensors(x, floating=True)
-    return abs(x.detach())
+    return abs(as_floating(x).detach())
 
 
 def any(x: Any, axis: Axis = None, keepdims: bool = False) -> Tensor:

@@ -16,7 +16,7 @@ from cudiff.cuda.launch import aligned, blocks, empty, launch
 from cudiff.cuda.sums import empty_statistics
 from cudiff.function import Function
 from cudiff.gradient import Slot
-from cudiff.ops.cast import as_tensor, as_tensors, as_wide, astype, downcast, masked, result_dtype, upcast
+from cudiff.ops.cast import as_floating, as_tensor, as_wide, astype, downcast, masked, upcast
 from cudiff.ops.integer import integer
 from cudiff.statistics import ChannelStatistics, Kind
 from cudiff.tensor import Tensor
@@ -275,7 +275,7 @@ def unary(function: type[Function], x: Any, of_integers: Callable[[Tensor], Tens
     x = as_tensor(x)
     if of_integers and not is_float(x.dtype):
         return of_integers(x)
-    return function.apply(astype(x, result_dtype(x, floating=True)))
+    return function.apply(as_floating(x))
 
 
 def negative(x: Any) -> Tensor:
@@ -394,7 +394,7 @@ def softplus(x: Any, beta: float = 1.0) -> Tensor:
         raise ValueError(f"softplus: beta is above 0, not {beta}")
     if beta == 1:
         return unary(Softplus, x)
-    (x,) = as_tensors(x, floating=True)
+    x = as_floating(x)
     (wide,) = as_wide(x)
     return astype(unary(Softplus, wide * float(beta)) / float(beta), x.dtype)
 

@@ -13,7 +13,7 @@ from cudiff.cuda.accumulate import gradient_target
 from cudiff.cuda.launch import empty, launch
 from cudiff.function import Function
 from cudiff.ops.arithmetic import where
-from cudiff.ops.cast import as_tensors, as_wide, astype
+from cudiff.ops.cast import as_floating, as_tensors, as_wide, astype
 from cudiff.ops.clip import clip
 from cudiff.ops.compare import greater
 from cudiff.ops.elementwise import abs, exp, expm1, log, softplus
@@ -28,13 +28,13 @@ __all__ = ["binary_cross_entropy_with_logits", "elu", "huber", "leaky_relu", "lo
 
 def leaky_relu(x: Any, negative_slope: float = 0.01) -> Tensor:
     """x where it is above 0, else negative_slope * x."""
-    (x,) = as_tensors(x, floating=True)
+    x = as_floating(x)
     return where(x > 0, x, x * negative_slope)
 
 
 def elu(x: Any, alpha: float = 1.0) -> Tensor:
     """x where it is above 0, else alpha * (exp(x) - 1) (Clevert et al. 2015)."""
-    (x,) = as_tensors(x, floating=True)
+    x = as_floating(x)
     return where(x > 0, x, expm1(clip(x, max=0.0)) * alpha)
 
 
@@ -73,7 +73,7 @@ class LogSumExp(Function):
 def logsumexp(x: Any, axis: Axis = None, keepdims: bool = False) -> Tensor:
     """log(sum(exp(x))) over `axis`, in x's dtype, float32 for integers; the maximum is subtracted first, so that it
     does not overflow."""
-    (x,) = as_tensors(x, floating=True)
+    x = as_floating(x)
     axes = normalize_axes(axis, x.ndim)
     if not 0 < math.prod(x.shape[i] for i in axes) <= _LONGEST_ROW or not x.size:
         return LogSumExp.compose(x, axes, flag("keepdims", keepdims))

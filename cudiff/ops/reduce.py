@@ -17,7 +17,7 @@ from cudiff.cuda.launch import aligned, blocks, empty, launch
 from cudiff.cuda.sums import add_rows
 from cudiff.function import Function
 from cudiff.gradient import Slot
-from cudiff.ops.cast import as_tensor, astype, masked
+from cudiff.ops.cast import as_floating, as_tensor, astype, masked
 from cudiff.tensor import Tensor
 from cudiff.threads import cut, parallel_map, unflagged
 from cudiff.values import flag
@@ -371,11 +371,6 @@ def over_axes(function: type[Function], x: Tensor, axis: Axis, keepdims: bool, *
     return out.reshape(left(x.shape, axes, keepdims))
 
 
-def _floating(x: Any) -> Tensor:
-    x = as_tensor(x)
-    return x if is_float(x.dtype) else astype(x, float32)
-
-
 def sum(x: Any, axis: Axis = None, keepdims: bool = False) -> Tensor:
     """Sum over `axis` (all axes where None), in x's dtype; integers and bools as in NumPy, on a GPU in int64."""
     return over_axes(Sum, as_tensor(x), axis, keepdims)
@@ -383,7 +378,7 @@ def sum(x: Any, axis: Axis = None, keepdims: bool = False) -> Tensor:
 
 def mean(x: Any, axis: Axis = None, keepdims: bool = False) -> Tensor:
     """Arithmetic mean over `axis`; integers give float32. Raises ValueError where there are no elements."""
-    x = _floating(x)
+    x = as_floating(x)
     count = _count(x.shape, normalize_axes(axis, x.ndim))
     if count == 0:
         raise ValueError(f"mean over no elements of shape {x.shape}")
@@ -422,12 +417,12 @@ def var(x: Any, axis: Axis = None, keepdims: bool = False, *, ddof: int = 0) -> 
 
     Raises ValueError where there are not more than ddof elements.
     """
-    return _variance(_floating(x), axis, keepdims, ddof)
+    return _variance(as_floating(x), axis, keepdims, ddof)
 
 
 def std(x: Any, axis: Axis = None, keepdims: bool = False, *, ddof: int = 0) -> Tensor:
     """Square root of `var`; its gradient is NaN where the variance is 0."""
-    x = _floating(x)
+    x = as_floating(x)
     return astype(_variance(x, axis, keepdims, ddof, wide=True) ** 0.5, x.dtype)  # float16 holds few squares
 
 

@@ -12,18 +12,7 @@ from cudiff.cuda.device import multiprocessors
 from cudiff.cuda.launch import blocks, empty, launch
 from cudiff.function import Function
 from cudiff.ops.arithmetic import where
-from cudiff.ops.cast import (
-    as_index,
-    as_tensor,
-    as_tensors,
-    as_wide,
-    astype,
-    downcast,
-    is_number,
-    require_float,
-    result_dtype,
-    upcast,
-)
+from cudiff.ops.cast import as_floating, as_index, as_wide, astype, downcast, is_number, require_float, upcast
 from cudiff.ops.compare import equal, not_equal
 from cudiff.ops.order import OneHot
 from cudiff.ops.reduce import normalize_axis, power_of_two, reduced, span, sum
@@ -153,9 +142,8 @@ def log_softmax(x: Any, axis: int = -1) -> Tensor:
 
 
 def _over_axis(x: Any, axis: int, log: bool) -> Tensor:
-    x = as_tensor(x)
+    x = as_floating(x)
     axis = normalize_axis(axis, x.ndim)
-    x = astype(x, result_dtype(x, floating=True))
     if not x.size:
         return x
     return Softmax.apply(x, axis=axis, log=log)
@@ -192,7 +180,7 @@ def nll_loss(log_probs: Any, labels: Any, ignore_index: int | None = None) -> Te
 
 def _checked(name: str, rows: Any, labels: Any) -> tuple[Tensor, Tensor]:
     """Rows (N, K) of floats, and labels (N,) beside them."""
-    (rows,) = as_tensors(rows, floating=True)
+    rows = as_floating(rows)
     labels = as_index(name, labels, rows.device)
     if rows.ndim != 2 or labels.shape != rows.shape[:1]:
         raise ValueError(f"{name}: rows {rows.shape} must be (N, K) and labels {labels.shape} (N,)")
