@@ -196,7 +196,7 @@ class GatedLinear(Function):
     @staticmethod
     def forward_numpy(ctx, x, weight, bias, residual, gate):
         y = Linear.forward_numpy(ctx, x, weight, bias, None)
-        gate = upcast(gate).reshape(len(gate), *[1] * (y.ndim - 2), -1).astype(compute_dtype(y.dtype), copy=False)
+        gate = gate.reshape(len(gate), *[1] * (y.ndim - 2), -1).astype(compute_dtype(y.dtype), copy=False)
         ctx.save(x, weight, gate, y)
         return downcast(upcast(residual) + gate * upcast(y), y.dtype)
 

@@ -17,7 +17,7 @@ from cudiff.cuda.launch import aligned, blocks, empty, launch
 from cudiff.cuda.sums import add_rows
 from cudiff.function import Function
 from cudiff.gradient import Slot
-from cudiff.ops.cast import as_floating, as_tensor, astype, masked
+from cudiff.ops.cast import as_floating, as_tensor, astype, downcast, masked, upcast
 from cudiff.tensor import Tensor
 from cudiff.threads import cut, parallel_map, unflagged
 from cudiff.values import flag
@@ -91,7 +91,7 @@ def _column_sums(x: np.ndarray) -> np.ndarray:
 def _sum_numpy(array: np.ndarray, axes: tuple[int, ...], keepdims: bool, dtype: Any = None) -> np.ndarray:
     if not is_float(array.dtype):
         return np.asarray(np.sum(array, axis=axes, keepdims=keepdims, dtype=dtype))
-    wide = array.astype(compute_dtype(array.dtype), copy=False)
+    wide = upcast(array)
     outer, count, inner = span(array.shape, axes)
     if inner > 1 and count > 1 and len(_runs(array.shape, axes)) == 1:
         total = _sum_middle(wide.reshape(outer, count, inner)).reshape(left(array.shape, axes, keepdims))
@@ -230,7 +230,7 @@ class Sum(Function):
     def backward_numpy(ctx, dout, needs, into):
         dout = dout.reshape(_kept(ctx.shape, ctx.axes))
         if ctx.scale != 1:
-            dout = (dout.astype(compute_dtype(dout.dtype)) * ctx.scale).astype(dout.dtype)
+            dout = downcast(upcast(dout) * ctx.scale, dout.dtype)
         if into[0] is None:
             return (np.broadcast_to(dout, ctx.shape).copy(),)
         into[0] += dout
@@ -264,10 +264,9 @@ class Extreme(Function):
     def backward_numpy(ctx, dout, needs, into):
         x, out = ctx.saved
         share = x == out
-        wide = dout.astype(compute_dtype(dout.dtype), copy=False).reshape(out.shape)
+        wide = upcast(dout).reshape(out.shape)
         ties = np.maximum(np.sum(share, axis=ctx.axes, keepdims=True, dtype=wide.dtype), 1)  # of NaN there are none
-        dx = masked(wide / ties, share)
-        return (dx.astype(x.dtype, copy=False),)
+        return (downcast(masked(wide / ties, share), x.dtype),)
 
     @staticmethod
     def forward_cuda(ctx, x, axes, keepdims, sign):
@@ -294,8 +293,7 @@ class Product(Function):
 
     @staticmethod
     def forward_numpy(ctx, x, axes, keepdims):
-        wide = x.astype(compute_dtype(x.dtype), copy=False)
-        return np.asarray(np.prod(wide, axis=axes, keepdims=keepdims)).astype(x.dtype, copy=False)
+        return downcast(np.prod(upcast(x), axis=axes, keepdims=keepdims), x.dtype)
 
     @staticmethod
     def forward_cuda(ctx, x, axes, keepdims):
@@ -311,7 +309,7 @@ class Position(Function):
     @staticmethod
     def forward_numpy(ctx, x, axes, keepdims, sign):
         outer, count, inner = span(x.shape, axes)
-        rows = x.astype(compute_dtype(x.dtype), copy=False).reshape(outer, count, inner)
+        rows = upcast(x).reshape(outer, count, inner)
         return (np.argmax if sign > 0 else np.argmin)(rows, 1).reshape(left(x.shape, axes, keepdims))
 
     @staticmethod
@@ -327,12 +325,12 @@ class Variance(Function):
 
     @staticmethod
     def forward_numpy(ctx, x, axes, keepdims, ddof, wide):
-        deviation, count = x.astype(compute_dtype(x.dtype), copy=False), _count(x.shape, axes)
+        deviation, count = upcast(x), _count(x.shape, axes)
         deviation = deviation - _sum_numpy(deviation, axes, True) / count
         ctx.axes, ctx.scale, ctx.dtype = axes, 1 / (count - ddof), x.dtype
         ctx.save(deviation)
         total = _sum_numpy(np.square(deviation), axes, keepdims) * ctx.scale
-        return np.asarray(total).astype(deviation.dtype if wide else x.dtype, copy=False)
+        return downcast(total, deviation.dtype if wide else x.dtype)
 
     @staticmethod
     def backward_numpy(ctx, dout, needs, into):
