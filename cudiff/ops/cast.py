@@ -35,6 +35,12 @@ def upcast(array: Array) -> Array:
     return None if array is None else array.astype(compute_dtype(array.dtype), copy=False)
 
 
+def upcast_like_first(*arrays: np.ndarray) -> list[np.ndarray]:
+    """The arrays in the dtype that NumPy computes in for the first one's."""
+    dtype = compute_dtype(arrays[0].dtype)
+    return [array.astype(dtype, copy=False) for array in arrays]
+
+
 def downcast(array: Any, dtype: np.dtype) -> Array:
     """A result in its storage dtype, as an array (NumPy turns 0-d results into scalars)."""
     return np.asarray(array).astype(dtype, copy=False)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cudiff.backend import Array, compute_dtype, float32
+from cudiff.backend import Array, float32
 from cudiff.cuda.accumulate import gradient_target
 from cudiff.cuda.kernels.convolution import table
 from cudiff.cuda.kernels.convolution.problem import LONGEST, Operands, Pair
@@ -21,7 +21,7 @@ from cudiff.cuda.kernels.gemm.product import Epilogue, as_float32
 from cudiff.cuda.launch import empty
 from cudiff.function import Function
 from cudiff.ops import depthwise
-from cudiff.ops.cast import require_floats
+from cudiff.ops.cast import require_floats, upcast_like_first
 from cudiff.ops.pad import pad
 from cudiff.ops.reduce import sum_array, sum_rows_cuda
 from cudiff.ops.shape import concatenate, squeeze
@@ -254,12 +254,6 @@ def out_size(size: tuple[int, ...], kernel: tuple[int, ...], stride: Pair, paddi
     return height, width
 
 
-def _wide(*arrays: np.ndarray) -> list[np.ndarray]:
-    """The arrays in the dtype that NumPy computes in for the first one's dtype."""
-    dtype = compute_dtype(arrays[0].dtype)
-    return [array.astype(dtype, copy=False) for array in arrays]
-
-
 class Steps(NamedTuple):
     """A convolution's attributes besides its arrays; pairs are (vertical, horizontal)."""
 
@@ -280,7 +274,7 @@ class Conv2d(Function):
     def forward_numpy(ctx, x, weight, bias, steps):
         ctx.save(x, weight)
         ctx.steps = steps
-        wide_x, wide_weight = _wide(x, weight)
+        wide_x, wide_weight = upcast_like_first(x, weight)
         out = fprop_numpy(wide_x, wide_weight, *steps)
         if bias is not None:
             out += bias
@@ -289,7 +283,7 @@ class Conv2d(Function):
     @staticmethod
     def backward_numpy(ctx, dout, needs, into):
         x, weight = ctx.saved
-        wide_dout, wide_x, wide_weight = _wide(dout, x, weight)
+        wide_dout, wide_x, wide_weight = upcast_like_first(dout, x, weight)
         dx = dweight = dbias = None
         # Not for a first layer: patches of its few input channels are less to copy than dout's.
         of_dout = ctx.steps._replace(padding=(0, 0)) == PLAIN and dout.shape[3] <= 2 * x.shape[3]
@@ -339,7 +333,7 @@ class ConvTranspose2d(Function):
     def forward_numpy(ctx, x, weight, bias, size, stride, padding):
         ctx.save(x, weight)
         ctx.stride, ctx.padding = stride, padding
-        wide_x, wide_weight = _wide(x, weight)
+        wide_x, wide_weight = upcast_like_first(x, weight)
         out = dgrad_numpy(wide_x, wide_weight, size, stride, padding)
         if bias is not None:
             out += bias
@@ -348,7 +342,7 @@ class ConvTranspose2d(Function):
     @staticmethod
     def backward_numpy(ctx, dout, needs, into):
         x, weight = ctx.saved
-        wide_dout, wide_x, wide_weight = _wide(dout, x, weight)
+        wide_dout, wide_x, wide_weight = upcast_like_first(dout, x, weight)
         dx = dweight = dbias = None
         if needs[0]:
             dx = fprop_numpy(wide_dout, wide_weight, ctx.stride, ctx.padding).astype(x.dtype, copy=False)

@@ -30,6 +30,7 @@ from cudiff.ops.cast import (
     require_floats,
     result_dtype,
     upcast,
+    upcast_like_first,
 )
 from cudiff.ops.reduce import sum_array, sum_rows_cuda, sum_to
 from cudiff.ops.shape import reshape, split
@@ -72,19 +73,16 @@ class MatMul(Function):
     @staticmethod
     def forward_numpy(ctx, a, b):
         ctx.save(a, b)
-        wide = compute_dtype(a.dtype)
-        return matmul_numpy(a.astype(wide, copy=False), b.astype(wide, copy=False)).astype(a.dtype, copy=False)
+        return downcast(matmul_numpy(*upcast_like_first(a, b)), a.dtype)
 
     @staticmethod
     def backward_numpy(ctx, dout, needs, into):
-        wide = compute_dtype(dout.dtype)
-        a, b = (x.astype(wide, copy=False) for x in ctx.saved)
-        dout = dout.astype(wide, copy=False)
+        dout, a, b = upcast_like_first(dout, *ctx.saved)
         da = db = None
         if needs[0]:
-            da = sum_to(matmul_numpy(dout, np.swapaxes(b, -1, -2)), a.shape).astype(ctx.saved[0].dtype, copy=False)
+            da = downcast(sum_to(matmul_numpy(dout, np.swapaxes(b, -1, -2)), a.shape), ctx.saved[0].dtype)
         if needs[1]:
-            db = sum_to(matmul_numpy(np.swapaxes(a, -1, -2), dout), b.shape).astype(ctx.saved[1].dtype, copy=False)
+            db = downcast(sum_to(matmul_numpy(np.swapaxes(a, -1, -2), dout), b.shape), ctx.saved[1].dtype)
         return da, db
 
     @staticmethod
@@ -130,8 +128,8 @@ class Linear(Function):
     @staticmethod
     def forward_numpy(ctx, x, weight, bias, residual):
         ctx.save(x, weight)
-        wide = compute_dtype(x.dtype)
-        out = matmul_numpy(_rows_numpy(x).astype(wide, copy=False), weight.astype(wide, copy=False).T)
+        wide_x, wide_weight = upcast_like_first(x, weight)
+        out = matmul_numpy(_rows_numpy(wide_x), wide_weight.T)
         if bias is not None:
             out += bias
         if residual is not None:
@@ -226,13 +224,12 @@ class GatedLinear(Function):
 
 def _gradients_numpy(x: np.ndarray, weight: np.ndarray, dout: np.ndarray, needs: Sequence[bool]) -> tuple:
     """dx, dweight and dbias, None where not needed; the rows of dout are those of `x`."""
-    wide = compute_dtype(x.dtype)
-    dout = _rows_numpy(dout).astype(wide, copy=False)
+    wide_x, weight, dout = upcast_like_first(x, weight, _rows_numpy(dout))
     dx = dweight = dbias = None
     if needs[0]:
-        dx = matmul_numpy(dout, weight.astype(wide, copy=False)).astype(x.dtype, copy=False).reshape(x.shape)
+        dx = downcast(matmul_numpy(dout, weight), x.dtype).reshape(x.shape)
     if needs[1]:
-        dweight = matmul_numpy(dout.T, _rows_numpy(x).astype(wide, copy=False))
+        dweight = matmul_numpy(dout.T, _rows_numpy(wide_x))
     if needs[2]:
         dbias = sum_array(dout, 0)
     return dx, dweight, dbias
