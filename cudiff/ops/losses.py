@@ -19,7 +19,7 @@ from cudiff.ops.compare import greater
 from cudiff.ops.elementwise import abs, exp, expm1, log, softplus
 from cudiff.ops.mse import tiling
 from cudiff.ops.reduce import Axis, left, max, mean, normalize_axes, over_axes, span, sum
-from cudiff.ops.softmax import softmax_grid
+from cudiff.ops.softmax import launch_over_axis
 from cudiff.tensor import Tensor
 from cudiff.values import flag
 
@@ -51,11 +51,10 @@ class LogSumExp(Function):
 
     @staticmethod
     def forward_cuda(ctx, x, axes, keepdims):
-        ctx.spans = outer, count, inner = span(x.shape, axes)
-        out, stats = empty(left(x.shape, axes, keepdims), x.dtype), empty((outer * inner, 2), float32)
-        grid, block, shares = softmax_grid(outer, count, inner, x.itemsize)
-        args = (out, stats, x, np.int64(outer), count, np.int64(inner), *shares)
-        launch("softmax", "logsumexp", grid, block, args, T=x.dtype)
+        ctx.spans = span(x.shape, axes)
+        out = empty(left(x.shape, axes, keepdims), x.dtype)
+        stats = empty((out.size, 2), float32)
+        launch_over_axis("logsumexp", ctx.spans, x, (out, stats, x))
         ctx.save(x, stats)
         return out
 
@@ -63,10 +62,7 @@ class LogSumExp(Function):
     def backward_cuda(ctx, dout, needs, into):
         x, stats = ctx.saved
         dx, add = gradient_target(into[0], x.shape, x.dtype)
-        outer, count, inner = ctx.spans
-        grid, block, shares = softmax_grid(outer, count, inner, x.itemsize)
-        args = (dx, add, dout, x, stats, np.int64(outer), count, np.int64(inner), *shares)
-        launch("softmax", "logsumexp_backward", grid, block, args, T=x.dtype)
+        launch_over_axis("logsumexp_backward", ctx.spans, x, (dx, add, dout, x, stats))
         return (dx,)
 
 

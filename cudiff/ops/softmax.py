@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from cudiff.backend import compute_dtype, float32
+from cudiff.backend import Array, compute_dtype, float32
 from cudiff.cuda.accumulate import gradient_target
 from cudiff.cuda.device import multiprocessors
 from cudiff.cuda.launch import blocks, empty, launch
@@ -49,23 +49,17 @@ class Softmax(Function):
     @staticmethod
     def forward_cuda(ctx, x, axis, log):
         require_float("softmax", x)
-        outer, size, inner = span(x.shape, (axis,))
-        out, stats = empty(x.shape, x.dtype), empty((outer * inner, 2), float32)
-        grid, block, shares = softmax_grid(outer, size, inner, x.itemsize)
-        args = (out, stats, x, np.int64(outer), size, np.int64(inner), *shares, log)
-        launch("softmax", "softmax", grid, block, args, T=x.dtype)
-        ctx.axis, ctx.log = axis, log
+        ctx.spans, ctx.log = span(x.shape, (axis,)), log
+        out, stats = empty(x.shape, x.dtype), empty((x.size // x.shape[axis], 2), float32)
+        launch_over_axis("softmax", ctx.spans, x, (out, stats, x), log)
         ctx.save(x, stats)
         return out
 
     @staticmethod
     def backward_cuda(ctx, dout, needs, into):
         x, stats = ctx.saved
-        outer, size, inner = span(x.shape, (ctx.axis,))
         dx, add = gradient_target(into[0], x.shape, x.dtype)
-        grid, block, shares = softmax_grid(outer, size, inner, x.itemsize)
-        args = (dx, add, dout, x, stats, np.int64(outer), size, np.int64(inner), *shares, ctx.log)
-        launch("softmax", "softmax_backward", grid, block, args, T=x.dtype)
+        launch_over_axis("softmax_backward", ctx.spans, x, (dx, add, dout, x, stats), ctx.log)
         return (dx,)
 
 
@@ -129,6 +123,14 @@ def softmax_grid(outer: int, size: int, inner: int, itemsize: int) -> tuple[int,
     if short and blocks(outer, most) >= 4 * multiprocessors():
         rows = most
     return blocks(outer, rows) * blocks(inner, columns), (columns, at_once * lanes), (lanes, rows)
+
+
+def launch_over_axis(name: str, spans: tuple[int, int, int], x: Array, args: tuple, *last: bool) -> None:
+    """Launch a kernel of softmax.cu. spans: x's sizes as `span` gives them, which the kernel gets between `args` and
+    `last`."""
+    outer, size, inner = spans
+    grid, block, shares = softmax_grid(outer, size, inner, x.itemsize)
+    launch("softmax", name, grid, block, (*args, np.int64(outer), size, np.int64(inner), *shares, *last), T=x.dtype)
 
 
 def softmax(x: Any, axis: int = -1) -> Tensor:
