@@ -12,7 +12,7 @@ from cudiff.cuda.device import multiprocessors
 from cudiff.cuda.launch import blocks, empty, launch
 from cudiff.function import Function
 from cudiff.ops.arithmetic import where
-from cudiff.ops.cast import as_floating, as_index, as_wide, astype, downcast, is_number, require_float, upcast
+from cudiff.ops.cast import as_floating, as_index, as_wide, astype, downcast, is_number, upcast
 from cudiff.ops.compare import equal, not_equal
 from cudiff.ops.order import OneHot
 from cudiff.ops.reduce import normalize_axis, power_of_two, reduced, span, sum
@@ -48,7 +48,6 @@ class Softmax(Function):
 
     @staticmethod
     def forward_cuda(ctx, x, axis, log):
-        require_float("softmax", x)
         ctx.spans, ctx.log = span(x.shape, (axis,)), log
         out, stats = empty(x.shape, x.dtype), empty((x.size // x.shape[axis], 2), float32)
         launch_over_axis("softmax", ctx.spans, x, (out, stats, x), log)
@@ -85,7 +84,6 @@ class CrossEntropy(Function):
 
     @staticmethod
     def forward_cuda(ctx, logits, labels):
-        require_float("cross_entropy", logits)
         rows, size = logits.shape
         losses, stats, loss = empty(rows, float32), empty((rows, 2), float32), empty((), float32)
         grid, block, shares = softmax_grid(rows, size, 1, logits.itemsize)
