@@ -24,6 +24,7 @@ from cudiff.ops.reduce import (
     Axis,
     Position,
     Product,
+    left,
     max,
     min,
     normalize_axes,
@@ -294,9 +295,8 @@ def _in_rows(x: Tensor, axis: Axis, keepdims: bool) -> tuple[Tensor, tuple[int, 
     """x with the reduced axes as one last axis, after the others, and the shape of the result."""
     axes, keepdims = normalize_axes(axis, x.ndim), flag("keepdims", keepdims)
     others = tuple(i for i in range(x.ndim) if i not in axes)
-    kept = tuple(x.shape[i] for i in others)
-    rows = reshape(transpose(x, others + axes), (*kept, math.prod(x.shape[i] for i in axes)))
-    return rows, tuple(1 if i in axes else size for i, size in enumerate(x.shape)) if keepdims else kept
+    rows = reshape(transpose(x, others + axes), (*left(x.shape, axes, False), math.prod(x.shape[i] for i in axes)))
+    return rows, left(x.shape, axes, keepdims)
 
 
 def prod(x: Any, axis: Axis = None, keepdims: bool = False) -> Tensor:

@@ -31,7 +31,7 @@ def swapaxes(x: Any, axis1: int, axis2: int) -> Tensor:
     """A copy of x with two axes swapped."""
     x = as_tensor(x)
     axes = list(range(x.ndim))
-    first, second = _axes((axis1,), x.ndim)[0], _axes((axis2,), x.ndim)[0]
+    first, second = normalize_axis(axis1, x.ndim), normalize_axis(axis2, x.ndim)
     axes[first], axes[second] = second, first
     return transpose(x, axes)
 
@@ -106,7 +106,7 @@ def roll(x: Any, shift: int | Sequence[int], axis: int | Sequence[int] | None = 
         return x
     count = max(len(shifts), len(axes))
     for step, i in zip(shifts * (count // len(shifts)), axes * (count // len(axes)), strict=True):
-        (i,) = normalize_axes(i, x.ndim)
+        i = normalize_axis(i, x.ndim)
         if x.size and step % x.shape[i]:
             x = Roll.apply(x, shift=step % x.shape[i], axis=i)
     return x
@@ -188,7 +188,7 @@ def diagonal(x: Any, offset: int = 0, axis1: int = 0, axis2: int = 1) -> Tensor:
     rows, columns = x.shape[-2:]
     start, count = (offset, columns - offset) if offset >= 0 else (-offset * columns, rows + offset)
     count = max(min(count, rows, columns), 0)
-    return _along(flatten(x, x.ndim - 2), x.ndim - 2, slice(start, start + count * (columns + 1), columns + 1))
+    return getitem(flatten(x, x.ndim - 2), (..., slice(start, start + count * (columns + 1), columns + 1)))
 
 
 def trace(x: Any, offset: int = 0, axis1: int = 0, axis2: int = 1) -> Tensor:
@@ -214,10 +214,6 @@ def _triangle(name: str, x: Any, k: int, below: bool) -> Tensor:
     columns, ends = arange(x.shape[-1]), arange(k, x.shape[-2] + k)[:, None]
     kept = Tensor(columns <= ends if below else columns > ends)
     return logical_and(x, kept) if x.dtype == np.bool_ else where(kept, x, 0)
-
-
-def _along(x: Tensor, axis: int, part: slice) -> Tensor:
-    return getitem(x, (slice(None),) * axis + (part,))
 
 
 def _axes(axes: int | Sequence[int], ndim: int) -> list[int]:
