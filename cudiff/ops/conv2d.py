@@ -263,9 +263,6 @@ class Steps(NamedTuple):
     groups: int
 
 
-PLAIN = Steps(stride=(1, 1), padding=(0, 0), dilation=(1, 1), groups=1)
-
-
 class Conv2d(Function):
     """out[n, i, j, k] = bias[k] + sum of x[n, i·stride + r·dilation − padding, likewise of j and s, c] ·
     weight[k, r, s, c] over r, s and the channels c of k's group."""
@@ -285,10 +282,11 @@ class Conv2d(Function):
         x, weight = ctx.saved
         wide_dout, wide_x, wide_weight = upcast_like_first(dout, x, weight)
         dx = dweight = dbias = None
+        stride, padding, dilation, groups = ctx.steps
+        plain = stride == dilation == (1, 1) and groups == 1
         # Not for a first layer: patches of its few input channels are less to copy than dout's.
-        of_dout = ctx.steps._replace(padding=(0, 0)) == PLAIN and dout.shape[3] <= 2 * x.shape[3]
-        if of_dout and (needs[0] or needs[1]):
-            dx, dweight = gradients_numpy(wide_x, wide_weight, wide_dout, ctx.steps.padding, needs)
+        if plain and dout.shape[3] <= 2 * x.shape[3] and (needs[0] or needs[1]):
+            dx, dweight = gradients_numpy(wide_x, wide_weight, wide_dout, padding, needs)
         else:
             if needs[0]:
                 dx = dgrad_numpy(wide_dout, wide_weight, x.shape[1:3], *ctx.steps)
@@ -304,8 +302,7 @@ class Conv2d(Function):
         ctx.steps = steps
         size = out_size(x.shape[1:3], weight.shape[1:3], *steps[:3])
         out = empty((x.shape[0], *size, weight.shape[0]), x.dtype)
-        epilogue = Epilogue(bias=as_float32(bias))
-        given = Operands(x, weight, out, epilogue)
+        given = Operands(x, weight, out, Epilogue(as_float32(bias)))
         ctx.out_statistics = table.fprop(given, *steps, statistics=True)
         return out
 
@@ -315,8 +312,7 @@ class Conv2d(Function):
         dx = dweight = dbias = None
         if needs[0]:
             dx, add = gradient_target(into[0], x.shape, x.dtype)
-            epilogue = Epilogue(addend=dx if add else None)
-            given = Operands(dout, weight, dx, epilogue)
+            given = Operands(dout, weight, dx, Epilogue(addend=dx if add else None))
             ctx.din_statistics[0] = table.dgrad(given, *ctx.steps, sums=True)
         if needs[1]:
             dweight, add = gradient_target(into[1], weight.shape, float32)
@@ -357,7 +353,7 @@ class ConvTranspose2d(Function):
         ctx.save(x, weight)
         ctx.stride, ctx.padding = stride, padding
         out = empty((x.shape[0], *size, weight.shape[3]), x.dtype)
-        table.dgrad(Operands(x, weight, out, Epilogue(bias=as_float32(bias))), stride, padding)
+        table.dgrad(Operands(x, weight, out, Epilogue(as_float32(bias))), stride, padding)
         return out
 
     @staticmethod
@@ -366,8 +362,8 @@ class ConvTranspose2d(Function):
         dx = dweight = dbias = None
         if needs[0]:
             dx, add = gradient_target(into[0], x.shape, x.dtype)
-            epilogue = Epilogue(addend=dx if add else None)
-            table.fprop(Operands(dout, weight, dx, epilogue), ctx.stride, ctx.padding)
+            given = Operands(dout, weight, dx, Epilogue(addend=dx if add else None))
+            table.fprop(given, ctx.stride, ctx.padding)
         if needs[1]:
             dweight, add = gradient_target(into[1], weight.shape, float32)
             table.wgrad(Operands(dout, dweight, x, add=add), ctx.stride, ctx.padding)
