@@ -100,22 +100,20 @@ class Concatenate(Function):
 
     @staticmethod
     def forward_cuda(ctx, *arrays, axis):
-        ctx.axis, ctx.shapes = axis, [x.shape for x in arrays]
+        ctx.axis, ctx.sizes = axis, [x.shape[axis] for x in arrays]
         shape = list(arrays[0].shape)
-        shape[axis] = sum(x.shape[axis] for x in arrays)
+        shape[axis] = sum(ctx.sizes)
         out = empty(tuple(shape), arrays[0].dtype)
         join(out, arrays, axis)
         return out
 
     @staticmethod
     def backward_cuda(ctx, dout, needs, into):
-        grads = []
-        views = _parts(dout, [shape[ctx.axis] for shape in ctx.shapes], ctx.axis)
-        for view, needed, total in zip(views, needs, into, strict=True):
-            dx, accumulate = gradient_target(total, view.shape, dout.dtype) if needed else (None, False)
-            if needed:
-                move(dx, view, accumulate)
-            grads.append(dx)
+        grads: list[Array | None] = [None] * len(needs)
+        for i, view in enumerate(_parts(dout, ctx.sizes, ctx.axis)):
+            if needs[i]:
+                grads[i], accumulate = gradient_target(into[i], view.shape, dout.dtype)
+                move(grads[i], view, accumulate)
         return tuple(grads)
 
 
