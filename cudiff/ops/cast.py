@@ -207,6 +207,15 @@ def operands(*given: Any, floating: bool = False, device: str = "cpu") -> list[A
     return _together(given, found, result_dtype(*(strong or typed), floating=floating), device)
 
 
+def apply_pair(function: type[Function], a: Any, b: Any, **attrs: Any) -> Tensor:
+    """`function` of two `operands`. In place of a number it gets None, and the number as `scalar`."""
+    if not isinstance(a, Tensor):
+        return function.apply(None, b, scalar=a, **attrs)
+    if not isinstance(b, Tensor):
+        return function.apply(a, None, scalar=b, **attrs)
+    return function.apply(a, b, **attrs)
+
+
 def _number(x: Any) -> int | float:
     return x.item() if isinstance(x, np.generic | np.ndarray) else x
 
