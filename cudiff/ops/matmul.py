@@ -286,15 +286,20 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tens
     dweight and dbias are float32 (float64 for float64). Raises ValueError where the sizes do not agree.
     """
     x = _fitting(x, weight, bias)
-    if residual is not None and (residual.shape, residual.dtype) != ((*x.shape[:-1], weight.shape[0]), x.dtype):
-        raise ValueError(f"linear: the residual {residual.shape} {residual.dtype} is not like the result")
+    check_additions("linear", x, len(weight), residual, gate)
     if gate is None:
         return Linear.apply(x, weight, bias, residual)
-    if not len(x):
-        raise ValueError(f"linear: x of shape {x.shape} has no images to gate")
-    if residual is None or x.ndim < 2 or gate.shape != (len(x), len(weight)):
-        raise ValueError(f"linear: the gate {gate.shape} is not {(len(x), len(weight))}, beside a residual")
     return GatedLinear.apply(x, weight, bias, residual, gate)
+
+
+def check_additions(name: str, x: Tensor, outputs: int, residual: Tensor | None, gate: Tensor | None) -> None:
+    """Raise ValueError where a residual or a gate does not fit a result (..., outputs) of x (..., in)."""
+    if residual is not None and (residual.shape, residual.dtype) != ((*x.shape[:-1], outputs), x.dtype):
+        raise ValueError(f"{name}: the residual {residual.shape} {residual.dtype} is not like the result")
+    if gate is not None and not len(x):
+        raise ValueError(f"{name}: x of shape {x.shape} has no images to gate")
+    if gate is not None and (residual is None or x.ndim < 2 or gate.shape != (len(x), outputs)):
+        raise ValueError(f"{name}: the gate {gate.shape} is not {(len(x), outputs)}, beside a residual")
 
 
 def _fitting(x: Any, weight: Tensor, bias: Tensor | None) -> Tensor:
