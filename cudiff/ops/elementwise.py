@@ -245,7 +245,9 @@ class Silu(Unary):
 
     @staticmethod
     def forward_numpy(ctx, x):
-        gate, out = silu_numpy(upcast(x))
+        wide = upcast(x)
+        gate = sigmoid_numpy(wide)
+        out = np.asarray(wide * gate)
         if ctx.needs[0]:
             ctx.save(gate, out)
         return downcast(out, x.dtype)
@@ -255,14 +257,8 @@ class Silu(Unary):
         return (downcast(silu_backward_numpy(upcast(dout), *ctx.saved), dout.dtype),)
 
 
-def silu_numpy(x: Array) -> tuple[Array, Array]:
-    """The sigmoid of x, and its product with x."""
-    gate = sigmoid_numpy(x)
-    return gate, np.asarray(x * gate)
-
-
 def silu_backward_numpy(dout: Array, gate: Array, out: Array) -> Array:
-    """dx, given both results of `silu_numpy`."""
+    """dx of out = x · gate, where gate is the sigmoid of x."""
     dx = np.asarray(1 - gate)
     dx *= out
     dx += gate
