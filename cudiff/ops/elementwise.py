@@ -195,10 +195,9 @@ def relu_backward_cuda(dout: Array, out: Array) -> tuple[Array, ChannelStatistic
 
     Most ReLUs follow a convolution: the gradients of its bias and of its embedding are made of these sums.
     """
-    dx = empty(dout.shape, dout.dtype)
     if dout.ndim != 4 or dout.size == 0 or not (aligned(dout, dout.shape[3]) and aligned(out)):
-        launch("elementwise", "relu_backward", grid(dx), 256, (dout, out, dx, 0, np.int64(dx.size)), T=dx.dtype)
-        return dx, None
+        return Relu.dx_cuda(dout, out), None
+    dx = empty(dout.shape, dout.dtype)
     n, height, width, channels = dout.shape
     packs, pixels = channels * dout.itemsize // 16, height * width
     statistics = empty_statistics(Kind.SUMS, n, 1, channels)
