@@ -18,7 +18,7 @@ from cudiff.ops.cast import as_input, as_tensor, as_tensors
 from cudiff.ops.compare import logical_and
 from cudiff.ops.index import getitem
 from cudiff.ops.reduce import normalize_axes, normalize_axis, sum
-from cudiff.ops.shape import broadcast_to, concatenate, flatten, reshape, transpose
+from cudiff.ops.shape import broadcast_to, concatenate, expand_dims, flatten, reshape, transpose
 from cudiff.tensor import Tensor
 
 __all__ = [
@@ -131,9 +131,9 @@ def repeat(x: Any, repeats: int | Sequence[int], axis: int | None = None) -> Ten
     axis = normalize_axis(axis, x.ndim)
     times, size = _counts("repeat", repeats), x.shape[axis]
     if len(times) == 1:
-        wide = broadcast_to(reshape(x, (*x.shape[: axis + 1], 1, *x.shape[axis + 1 :])),
-                            (*x.shape[: axis + 1], *times, *x.shape[axis + 1 :]))
-        return reshape(wide, (*x.shape[:axis], size * times[0], *x.shape[axis + 1 :]))
+        before, after = x.shape[: axis + 1], x.shape[axis + 1 :]
+        wide = broadcast_to(expand_dims(x, axis + 1), (*before, *times, *after))
+        return reshape(wide, (*before[:-1], size * times[0], *after))
     if len(times) != size:
         raise ValueError(f"repeat got {len(times)} numbers for an axis of size {size}")
     return moveaxis(getitem(moveaxis(x, axis, 0), np.repeat(np.arange(size), times)), 0, axis)
