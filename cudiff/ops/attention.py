@@ -33,7 +33,7 @@ class Attention(Function):
     """out = softmax(q·kᵀ/√D)·v for each image and head, of three arrays (N, T, heads, D)."""
 
     @staticmethod
-    def forward_numpy(ctx, q, k, v, mask=None):
+    def forward_numpy(ctx, q, k, v, mask):
         queries, keys, values = _by_head(q), _by_head(k), _by_head(v)
         weights = np.empty((*queries.shape[:3], k.shape[1]), queries.dtype)
         out = np.empty(q.shape, q.dtype)
@@ -62,7 +62,7 @@ class Attention(Function):
         return *grads, None
 
     @staticmethod
-    def forward_cuda(ctx, q, k, v, mask=None):
+    def forward_cuda(ctx, q, k, v, mask):
         n, rows, heads, dim = q.shape
         out = empty((n, rows, heads * dim), q.dtype)
         lse = empty((n, heads, 64 * blocks(rows, 64)), float32)
