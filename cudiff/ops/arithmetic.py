@@ -77,10 +77,9 @@ class Binary(Function):
 
     @classmethod
     def backward_cuda(cls, ctx, dout, needs, into):
-        grads: list[Array | None] = []
+        grads: list[Array | None] = [None, None]
         for i, name in enumerate(("da", "db")):
             if not needs[i]:
-                grads.append(None)
                 continue
             if ctx.shapes[i] == dout.shape:
                 target, accumulate = gradient_target(into[i], dout.shape, dout.dtype)
@@ -90,7 +89,7 @@ class Binary(Function):
                 where = (None, target, False)
             args = (dout, *ctx.saved, ctx.scalar, *where, np.int64(dout.size), broadcast_layout(dout.shape, *ctx.saved))
             launch("arithmetic", f"{cls.__name__.lower()}_{name}", grid(dout), 256, args, T=dout.dtype)
-            grads.append(sum_to(target, ctx.shapes[i], dout.dtype))
+            grads[i] = sum_to(target, ctx.shapes[i], dout.dtype)
         return tuple(grads)
 
 

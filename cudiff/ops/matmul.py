@@ -97,20 +97,18 @@ class MatMul(Function):
     def backward_cuda(ctx, dout, needs, into):
         a, b = ctx.saved
         left, right, dout = _folded(a, b, dout, ctx.batch)
-        grads: list[Array | None] = [None, None]
+        grads: list[Any] = [None, None]
         for i, (x, used) in enumerate(((a, left), (b, right))):
             if not needs[i]:
                 continue
             pair = (dout, right, False, True) if i == 0 else (left, dout, True, False)
             if used.shape[0] == dout.shape[0] and used.size == x.size:
-                out, add = gradient_target(into[i], x.shape, x.dtype)
-                flat = out.reshape(used.shape)
-                matmul_cuda(*pair, flat, add)
+                grads[i], add = gradient_target(into[i], x.shape, x.dtype)
+                matmul_cuda(*pair, grads[i].reshape(used.shape), add)
             else:
                 every = matmul_cuda(*pair).reshape(*ctx.batch, *x.shape[-2:])
-                out = sum_to(every, x.shape)
-            grads[i] = out
-        return grads[0], grads[1]
+                grads[i] = sum_to(every, x.shape)
+        return tuple(grads)
 
 
 def _folded(a: Array, b: Array, like_out: Array, batch: tuple[int, ...]) -> tuple[Array, Array, Array]:
