@@ -209,9 +209,13 @@ def sum_to(array: Array, shape: tuple[int, ...], dtype: Any = None) -> Array:
     """Undo broadcasting: sum `array` over the axes along which `shape` was broadcast; `array` itself if none was."""
     if array.shape == shape:
         return array
-    lead = array.ndim - len(shape)
-    axes = tuple(i for i in range(array.ndim) if i < lead or (shape[i - lead] == 1 and array.shape[i] != 1))
-    return sum_array(array, axes, dtype=dtype).reshape(shape)
+    return sum_array(array, spread_axes(shape, array.shape), dtype=dtype).reshape(shape)
+
+
+def spread_axes(shape: tuple[int, ...], wide: tuple[int, ...]) -> tuple[int, ...]:
+    """The axes of `wide`, to which `shape` broadcasts, along which it repeats."""
+    lead = len(wide) - len(shape)
+    return tuple([i for i, size in enumerate(wide) if i < lead or (shape[i - lead] == 1 and size != 1)])
 
 
 class Sum(Function):
