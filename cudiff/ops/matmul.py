@@ -113,7 +113,7 @@ class MatMul(Function):
 
 def _folded(a: Array, b: Array, like_out: Array, batch: tuple[int, ...]) -> tuple[Array, Array, Array]:
     """a, b and an array with the result's rows as (B, r, c). B is 1 if b is one matrix: a's are folded into one."""
-    if math.prod(b.shape[:-2]) == 1 and math.prod(a.shape[:-2]) == math.prod(batch):
+    if math.prod(b.shape[:-2]) == 1:
         shape = 1, math.prod(a.shape[:-1])  # -1 is ambiguous where the depth is 0
         return a.reshape(*shape, a.shape[-1]), b.reshape(1, *b.shape[-2:]), like_out.reshape(*shape, like_out.shape[-1])
     count = math.prod(like_out.shape[:-2])
