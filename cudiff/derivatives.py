@@ -71,7 +71,7 @@ from cudiff.ops.mse import MSE
 from cudiff.ops.order import CumSum, cumsum, one_hot
 from cudiff.ops.place import Place, PlaceRows, place, place_rows
 from cudiff.ops.rearrange import Roll, flip, roll
-from cudiff.ops.reduce import Extreme, Sum, Variance, mean, sum
+from cudiff.ops.reduce import Extreme, Sum, Variance, left, mean, spread_axes, sum
 from cudiff.ops.shape import (
     BroadcastTo,
     Concatenate,
@@ -209,7 +209,7 @@ def _of_embedding(dout: Tensor, indices: Tensor, weight: Tensor) -> tuple[None, 
 
 def _with_axes(dout: Tensor, x: Tensor, axes: Any) -> Tensor:
     """The gradient of a reduction, with the axes that it has reduced as 1."""
-    return reshape(dout, tuple(1 if i in axes else size for i, size in enumerate(x.shape)))
+    return reshape(dout, left(x.shape, axes, True))
 
 
 def _of_softmax(dout: Tensor, x: Tensor, axis: int, log: bool) -> tuple[Tensor]:
@@ -319,6 +319,5 @@ DERIVATIVES: dict[type[Function], Derivative] = {
 
 def like(gradient: Tensor, x: Tensor) -> Tensor:
     """`gradient` summed over the axes along which x was broadcast, in x's dtype."""
-    lead = gradient.ndim - x.ndim
-    axes = tuple(i for i, size in enumerate(gradient.shape) if i < lead or (x.shape[i - lead] == 1 and size != 1))
+    axes = spread_axes(x.shape, gradient.shape)
     return astype(reshape(sum(gradient, axes), x.shape) if axes else gradient, x.dtype)

@@ -16,7 +16,7 @@ from cudiff.cuda.accumulate import gradient_target
 from cudiff.cuda.kernels.elementwise import broadcast_layout, grid
 from cudiff.cuda.launch import empty, launch
 from cudiff.function import Function
-from cudiff.ops.cast import as_tensor, downcast, is_number, masked, operands, upcast
+from cudiff.ops.cast import apply_pair, as_tensor, downcast, is_number, masked, operands, upcast
 from cudiff.ops.elementwise import square
 from cudiff.ops.integer import check_numbers, integer
 from cudiff.ops.reduce import sum_to
@@ -77,10 +77,9 @@ class Binary(Function):
 
     @classmethod
     def backward_cuda(cls, ctx, dout, needs, into):
-        grads: list[Array | None] = []
+        grads: list[Array | None] = [None, None]
         for i, name in enumerate(("da", "db")):
             if not needs[i]:
-                grads.append(None)
                 continue
             if ctx.shapes[i] == dout.shape:
                 target, accumulate = gradient_target(into[i], dout.shape, dout.dtype)
@@ -90,7 +89,7 @@ class Binary(Function):
                 where = (None, target, False)
             args = (dout, *ctx.saved, ctx.scalar, *where, np.int64(dout.size), broadcast_layout(dout.shape, *ctx.saved))
             launch("arithmetic", f"{cls.__name__.lower()}_{name}", grid(dout), 256, args, T=dout.dtype)
-            grads.append(sum_to(target, ctx.shapes[i], dout.dtype))
+            grads[i] = sum_to(target, ctx.shapes[i], dout.dtype)
         return tuple(grads)
 
 
@@ -207,11 +206,7 @@ def _binary(function: type[Binary], a: Any, b: Any, of_integers: str = "") -> Te
     a, b = operands(a, b, floating=not of_integers)
     if of_integers and not is_float((a if isinstance(a, Tensor) else b).dtype):
         return integer(of_integers, a, b)
-    if not isinstance(a, Tensor):
-        return function.apply(None, b, scalar=a)
-    if not isinstance(b, Tensor):
-        return function.apply(a, None, scalar=b)
-    return function.apply(a, b)
+    return apply_pair(function, a, b)
 
 
 def add(a: Any, b: Any) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from cudiff.backend import Array, compute_dtype, float32, is_low
+from cudiff.backend import Array, float32
 from cudiff.cuda.kernels.attention import table
 from cudiff.cuda.kernels.attention.mask import Mask, pack
 from cudiff.cuda.kernels.attention.problem import Backward, Forward, Heads
@@ -16,7 +16,7 @@ from cudiff.cuda.launch import blocks, empty
 from cudiff.cuda.sums import empty_statistics
 from cudiff.function import Function
 from cudiff.ops.arithmetic import where
-from cudiff.ops.cast import as_tensors, astype
+from cudiff.ops.cast import as_tensors, as_wide, astype, upcast
 from cudiff.ops.matmul import matmul
 from cudiff.ops.shape import reshape, split, transpose
 from cudiff.ops.softmax import softmax
@@ -33,7 +33,7 @@ class Attention(Function):
     """out = softmax(q·kᵀ/√D)·v for each image and head, of three arrays (N, T, heads, D)."""
 
     @staticmethod
-    def forward_numpy(ctx, q, k, v, mask=None):
+    def forward_numpy(ctx, q, k, v, mask):
         queries, keys, values = _by_head(q), _by_head(k), _by_head(v)
         weights = np.empty((*queries.shape[:3], k.shape[1]), queries.dtype)
         out = np.empty(q.shape, q.dtype)
@@ -62,7 +62,7 @@ class Attention(Function):
         return *grads, None
 
     @staticmethod
-    def forward_cuda(ctx, q, k, v, mask=None):
+    def forward_cuda(ctx, q, k, v, mask):
         n, rows, heads, dim = q.shape
         out = empty((n, rows, heads * dim), q.dtype)
         lse = empty((n, heads, 64 * blocks(rows, 64)), float32)
@@ -136,7 +136,7 @@ def _split(qkv: Array, num_heads: int, new_order: bool) -> tuple[Array, Array, A
 
 def _by_head(x: np.ndarray) -> np.ndarray:
     """(N, T, heads, D) to (N, heads, T, D) in the dtype of the computation."""
-    return x.astype(compute_dtype(x.dtype), copy=False).transpose(0, 2, 1, 3)
+    return upcast(x).transpose(0, 2, 1, 3)
 
 
 def _backward_numpy(ctx, dout, dq, dk, dv):
@@ -225,9 +225,7 @@ def _mask(mask: Any, device: str, pairs: tuple[int, int, int, int]) -> Tensor | 
 
 def _by_operations(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     """`attention` by separate operations. Scores and their softmax are float32 for a 16-bit q."""
-    dtype = float32 if is_low(q.dtype) else q.dtype
-    wide = (astype(x, dtype) for x in (q, k, v))
-    queries, keys, values = (transpose(x, (0, 2, 1, 3)) for x in wide)
+    queries, keys, values = (transpose(as_wide(x)[0], (0, 2, 1, 3)) for x in (q, k, v))
     scores = matmul(queries, transpose(keys, (0, 1, 3, 2))) * (1 / math.sqrt(q.shape[3]))
     # -1e30 and not -inf: of a query that attends to no key, the softmax would be NaN
     weights = softmax(scores) if mask is None else where(mask, softmax(where(mask, scores, -1e30)), 0.0)

@@ -35,6 +35,12 @@ def upcast(array: Array) -> Array:
     return None if array is None else array.astype(compute_dtype(array.dtype), copy=False)
 
 
+def upcast_like_first(*arrays: np.ndarray) -> list[np.ndarray]:
+    """The arrays in the dtype that NumPy computes in for the first one's."""
+    dtype = compute_dtype(arrays[0].dtype)
+    return [array.astype(dtype, copy=False) for array in arrays]
+
+
 def downcast(array: Any, dtype: np.dtype) -> Array:
     """A result in its storage dtype, as an array (NumPy turns 0-d results into scalars)."""
     return np.asarray(array).astype(dtype, copy=False)
@@ -165,6 +171,12 @@ def as_tensor(x: Any) -> Tensor:
     return Tensor(x)
 
 
+def as_floating(x: Any) -> Tensor:
+    """`as_tensor`; integers and bools become float32."""
+    x = as_tensor(x)
+    return x if is_float(x.dtype) else astype(x, float32)
+
+
 def as_input(x: Any) -> Tensor:
     """`as_tensor`; an array of float64 becomes float32, in which networks compute."""
     found = as_tensor(x)
@@ -193,6 +205,15 @@ def operands(*given: Any, floating: bool = False, device: str = "cpu") -> list[A
     typed = [np.asarray(x)[()] if is_number(y) and isinstance(x, np.generic | np.ndarray) else y
              for x, y in zip(given, found, strict=True)]
     return _together(given, found, result_dtype(*(strong or typed), floating=floating), device)
+
+
+def apply_pair(function: type[Function], a: Any, b: Any, **attrs: Any) -> Tensor:
+    """`function` of two `operands`. In place of a number it gets None, and the number as `scalar`."""
+    if not isinstance(a, Tensor):
+        return function.apply(None, b, scalar=a, **attrs)
+    if not isinstance(b, Tensor):
+        return function.apply(a, None, scalar=b, **attrs)
+    return function.apply(a, b, **attrs)
 
 
 def _number(x: Any) -> int | float:

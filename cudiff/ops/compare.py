@@ -17,7 +17,7 @@ from cudiff.backend import float32, float64, int64, is_float, is_low
 from cudiff.cuda.kernels.elementwise import broadcast_layout
 from cudiff.cuda.launch import blocks, empty, launch
 from cudiff.function import Function
-from cudiff.ops.cast import as_tensor, as_tensors, as_wide, astype, operands, upcast
+from cudiff.ops.cast import apply_pair, as_floating, as_tensor, as_tensors, as_wide, astype, operands, upcast
 from cudiff.ops.elementwise import abs
 from cudiff.ops.reduce import Axis, sum
 from cudiff.tensor import Tensor
@@ -71,11 +71,7 @@ def _compare(name: str, a: Any, b: Any) -> Tensor:
     first = a if isinstance(a, Tensor) else b
     if is_float(first.dtype) and first.device == "cpu" and _has_integers(given):  # float32 may not hold them
         a, b = operands(*(astype(x, float64) if isinstance(x, Tensor) else x for x in given))
-    if not isinstance(a, Tensor):
-        return Compare.apply(None, b, name=name, scalar=a)
-    if not isinstance(b, Tensor):
-        return Compare.apply(a, None, name=name, scalar=b)
-    return Compare.apply(a, b, name=name)
+    return apply_pair(Compare, a, b, name=name)
 
 
 def less(a: Any, b: Any) -> Tensor:
@@ -146,8 +142,7 @@ def isfinite(x: Any) -> Tensor:
 
 def _size(x: Any) -> Tensor:
     """|x| in a floating dtype, without gradients."""
-    (x,) = as_tensors(x, floating=True)
-    return abs(x.detach())
+    return abs(as_floating(x).detach())
 
 
 def any(x: Any, axis: Axis = None, keepdims: bool = False) -> Tensor:

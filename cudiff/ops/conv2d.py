@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cudiff.backend import Array, compute_dtype, float32
+from cudiff.backend import Array, float32
 from cudiff.cuda.accumulate import gradient_target
 from cudiff.cuda.kernels.convolution import table
 from cudiff.cuda.kernels.convolution.problem import LONGEST, Operands, Pair
@@ -21,7 +21,7 @@ from cudiff.cuda.kernels.gemm.product import Epilogue, as_float32
 from cudiff.cuda.launch import empty
 from cudiff.function import Function
 from cudiff.ops import depthwise
-from cudiff.ops.cast import require_floats
+from cudiff.ops.cast import require_floats, upcast_like_first
 from cudiff.ops.pad import pad
 from cudiff.ops.reduce import sum_array, sum_rows_cuda
 from cudiff.ops.shape import concatenate, squeeze
@@ -254,12 +254,6 @@ def out_size(size: tuple[int, ...], kernel: tuple[int, ...], stride: Pair, paddi
     return height, width
 
 
-def _wide(*arrays: np.ndarray) -> list[np.ndarray]:
-    """The arrays in the dtype that NumPy computes in for the first one's dtype."""
-    dtype = compute_dtype(arrays[0].dtype)
-    return [array.astype(dtype, copy=False) for array in arrays]
-
-
 class Steps(NamedTuple):
     """A convolution's attributes besides its arrays; pairs are (vertical, horizontal)."""
 
@@ -267,9 +261,6 @@ class Steps(NamedTuple):
     padding: Pair
     dilation: Pair
     groups: int
-
-
-PLAIN = Steps(stride=(1, 1), padding=(0, 0), dilation=(1, 1), groups=1)
 
 
 class Conv2d(Function):
@@ -280,7 +271,7 @@ class Conv2d(Function):
     def forward_numpy(ctx, x, weight, bias, steps):
         ctx.save(x, weight)
         ctx.steps = steps
-        wide_x, wide_weight = _wide(x, weight)
+        wide_x, wide_weight = upcast_like_first(x, weight)
         out = fprop_numpy(wide_x, wide_weight, *steps)
         if bias is not None:
             out += bias
@@ -289,12 +280,13 @@ class Conv2d(Function):
     @staticmethod
     def backward_numpy(ctx, dout, needs, into):
         x, weight = ctx.saved
-        wide_dout, wide_x, wide_weight = _wide(dout, x, weight)
+        wide_dout, wide_x, wide_weight = upcast_like_first(dout, x, weight)
         dx = dweight = dbias = None
+        stride, padding, dilation, groups = ctx.steps
+        plain = stride == dilation == (1, 1) and groups == 1
         # Not for a first layer: patches of its few input channels are less to copy than dout's.
-        of_dout = ctx.steps._replace(padding=(0, 0)) == PLAIN and dout.shape[3] <= 2 * x.shape[3]
-        if of_dout and (needs[0] or needs[1]):
-            dx, dweight = gradients_numpy(wide_x, wide_weight, wide_dout, ctx.steps.padding, needs)
+        if plain and dout.shape[3] <= 2 * x.shape[3] and (needs[0] or needs[1]):
+            dx, dweight = gradients_numpy(wide_x, wide_weight, wide_dout, padding, needs)
         else:
             if needs[0]:
                 dx = dgrad_numpy(wide_dout, wide_weight, x.shape[1:3], *ctx.steps)
@@ -310,8 +302,7 @@ class Conv2d(Function):
         ctx.steps = steps
         size = out_size(x.shape[1:3], weight.shape[1:3], *steps[:3])
         out = empty((x.shape[0], *size, weight.shape[0]), x.dtype)
-        epilogue = Epilogue(bias=as_float32(bias))
-        given = Operands(x, weight, out, epilogue)
+        given = Operands(x, weight, out, Epilogue(as_float32(bias)))
         ctx.out_statistics = table.fprop(given, *steps, statistics=True)
         return out
 
@@ -321,8 +312,7 @@ class Conv2d(Function):
         dx = dweight = dbias = None
         if needs[0]:
             dx, add = gradient_target(into[0], x.shape, x.dtype)
-            epilogue = Epilogue(addend=dx if add else None)
-            given = Operands(dout, weight, dx, epilogue)
+            given = Operands(dout, weight, dx, Epilogue(addend=dx if add else None))
             ctx.din_statistics[0] = table.dgrad(given, *ctx.steps, sums=True)
         if needs[1]:
             dweight, add = gradient_target(into[1], weight.shape, float32)
@@ -339,7 +329,7 @@ class ConvTranspose2d(Function):
     def forward_numpy(ctx, x, weight, bias, size, stride, padding):
         ctx.save(x, weight)
         ctx.stride, ctx.padding = stride, padding
-        wide_x, wide_weight = _wide(x, weight)
+        wide_x, wide_weight = upcast_like_first(x, weight)
         out = dgrad_numpy(wide_x, wide_weight, size, stride, padding)
         if bias is not None:
             out += bias
@@ -348,7 +338,7 @@ class ConvTranspose2d(Function):
     @staticmethod
     def backward_numpy(ctx, dout, needs, into):
         x, weight = ctx.saved
-        wide_dout, wide_x, wide_weight = _wide(dout, x, weight)
+        wide_dout, wide_x, wide_weight = upcast_like_first(dout, x, weight)
         dx = dweight = dbias = None
         if needs[0]:
             dx = fprop_numpy(wide_dout, wide_weight, ctx.stride, ctx.padding).astype(x.dtype, copy=False)
@@ -363,7 +353,7 @@ class ConvTranspose2d(Function):
         ctx.save(x, weight)
         ctx.stride, ctx.padding = stride, padding
         out = empty((x.shape[0], *size, weight.shape[3]), x.dtype)
-        table.dgrad(Operands(x, weight, out, Epilogue(bias=as_float32(bias))), stride, padding)
+        table.dgrad(Operands(x, weight, out, Epilogue(as_float32(bias))), stride, padding)
         return out
 
     @staticmethod
@@ -372,8 +362,8 @@ class ConvTranspose2d(Function):
         dx = dweight = dbias = None
         if needs[0]:
             dx, add = gradient_target(into[0], x.shape, x.dtype)
-            epilogue = Epilogue(addend=dx if add else None)
-            table.fprop(Operands(dout, weight, dx, epilogue), ctx.stride, ctx.padding)
+            given = Operands(dout, weight, dx, Epilogue(addend=dx if add else None))
+            table.fprop(given, ctx.stride, ctx.padding)
         if needs[1]:
             dweight, add = gradient_target(into[1], weight.shape, float32)
             table.wgrad(Operands(dout, dweight, x, add=add), ctx.stride, ctx.padding)

@@ -7,12 +7,11 @@ import math
 
 import numpy as np
 
-from cudiff.backend import compute_dtype
 from cudiff.cuda.accumulate import gradient_target
 from cudiff.cuda.kernels.norm import problem as norm
 from cudiff.cuda.launch import MOST_ACROSS, Launch, blocks, empty
 from cudiff.function import Function
-from cudiff.ops.cast import require_floats
+from cudiff.ops.cast import downcast, require_floats, upcast
 from cudiff.ops.random import Generator, random_bits
 from cudiff.tensor import Tensor
 
@@ -50,8 +49,7 @@ def _mask_numpy(ctx, x):
     size = x.size // max(rows, 1)
     halves = random_bits(rows, blocks(size, 2), *ctx.key).astype("<u4", copy=False).view("<u2")
     kept = halves[:, :size].reshape(x.shape) >= _threshold(ctx.p)
-    wide = x.astype(compute_dtype(x.dtype), copy=False)
-    return np.where(kept, wide * _scale(ctx.p), 0).astype(x.dtype, copy=False)
+    return downcast(np.where(kept, upcast(x) * _scale(ctx.p), 0), x.dtype)
 
 
 def _threshold(p):

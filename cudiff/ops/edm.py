@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cudiff.backend import Array, compute_dtype, float32, float64
+from cudiff.backend import Array, compute_dtype
 from cudiff.cuda.launch import MOST_ACROSS, aligned, blocks, empty, launch
 from cudiff.function import Function
-from cudiff.ops.cast import astype, downcast, require_floats, result_dtype, upcast
+from cudiff.ops.cast import as_wide, astype, downcast, require_floats, result_dtype, upcast
 from cudiff.tensor import Tensor
 
 __all__ = ["edm_input", "edm_mix", "edm_output"]
@@ -192,4 +192,4 @@ def levels_of(name: str, images: Tensor, levels: Tensor) -> Tensor:
     """One number for each image, in float32 unless float64: 16-bit samplers have 16-bit levels."""
     if levels.shape != images.shape[:1]:
         raise ValueError(f"{name}: images {images.shape} and their noise levels {levels.shape} do not agree")
-    return levels if levels.dtype == float64 else astype(levels, float32)
+    return as_wide(levels)[0]

@@ -9,30 +9,30 @@ import numpy as np
 from cudiff.cuda.kernels.elementwise import broadcast_layout
 from cudiff.cuda.launch import blocks, empty, launch
 from cudiff.function import Function
-from cudiff.ops.cast import operands
+from cudiff.ops.cast import apply_pair, operands
 from cudiff.tensor import Tensor
 
 __all__ = ["bitwise_and", "bitwise_or", "bitwise_xor", "invert", "left_shift", "right_shift"]
 
 
 class Integer(Function):
-    """NumPy's function `name` of a and b of one dtype. An operand given as None is `number`. For a function of one
-    operand b and `number` are None."""
+    """NumPy's function `name` of a and b of one dtype. An operand given as None is the number `scalar`. For a function
+    of one operand b and `scalar` are None."""
 
     differentiable = False
 
     @staticmethod
-    def forward_numpy(ctx, a, b, name, number=None):
+    def forward_numpy(ctx, a, b, name, scalar=None):
         dtype = (b if a is None else a).dtype
-        given = [operand for operand in (number if a is None else a, number if b is None else b) if operand is not None]
+        given = [operand for operand in (scalar if a is None else a, scalar if b is None else b) if operand is not None]
         return np.asarray(getattr(np, name)(*(np.asarray(operand, dtype) for operand in given)))
 
     @staticmethod
-    def forward_cuda(ctx, a, b, name, number=None):
+    def forward_cuda(ctx, a, b, name, scalar=None):
         first = b if a is None else a
         shape = first.shape if a is None or b is None else np.broadcast_shapes(a.shape, b.shape)
         out = empty(shape, first.dtype)
-        args = (out, a, b, np.int64(number or 0), np.int64(out.size), broadcast_layout(shape, a, b))
+        args = (out, a, b, np.int64(scalar or 0), np.int64(out.size), broadcast_layout(shape, a, b))
         launch("integer", name, blocks(out.size, 1024), 256, args, T=first.dtype)
         return out
 
@@ -51,9 +51,7 @@ def integer(name: str, a: Any, b: Any = None) -> Tensor:
         if not name.startswith("bitwise"):
             raise TypeError(f"{name} takes integers, not bools: use .astype('int32')")
     check_numbers(name, a, b)
-    if not isinstance(a, Tensor):
-        return Integer.apply(None, b, name=name, number=a)
-    return Integer.apply(a, b, name=name) if isinstance(b, Tensor) else Integer.apply(a, None, name=name, number=b)
+    return apply_pair(Integer, a, b, name=name)
 
 
 def check_numbers(name: str, *found: Any) -> None:

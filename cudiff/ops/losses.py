@@ -13,13 +13,13 @@ from cudiff.cuda.accumulate import gradient_target
 from cudiff.cuda.launch import empty, launch
 from cudiff.function import Function
 from cudiff.ops.arithmetic import where
-from cudiff.ops.cast import as_tensors, as_wide, astype
+from cudiff.ops.cast import as_floating, as_tensors, as_wide, astype
 from cudiff.ops.clip import clip
 from cudiff.ops.compare import greater
 from cudiff.ops.elementwise import abs, exp, expm1, log, softplus
 from cudiff.ops.mse import tiling
 from cudiff.ops.reduce import Axis, left, max, mean, normalize_axes, over_axes, span, sum
-from cudiff.ops.softmax import softmax_grid
+from cudiff.ops.softmax import launch_over_axis
 from cudiff.tensor import Tensor
 from cudiff.values import flag
 
@@ -28,13 +28,13 @@ __all__ = ["binary_cross_entropy_with_logits", "elu", "huber", "leaky_relu", "lo
 
 def leaky_relu(x: Any, negative_slope: float = 0.01) -> Tensor:
     """x where it is above 0, else negative_slope * x."""
-    (x,) = as_tensors(x, floating=True)
+    x = as_floating(x)
     return where(x > 0, x, x * negative_slope)
 
 
 def elu(x: Any, alpha: float = 1.0) -> Tensor:
     """x where it is above 0, else alpha * (exp(x) - 1) (Clevert et al. 2015)."""
-    (x,) = as_tensors(x, floating=True)
+    x = as_floating(x)
     return where(x > 0, x, expm1(clip(x, max=0.0)) * alpha)
 
 
@@ -51,11 +51,10 @@ class LogSumExp(Function):
 
     @staticmethod
     def forward_cuda(ctx, x, axes, keepdims):
-        ctx.spans = outer, count, inner = span(x.shape, axes)
-        out, stats = empty(left(x.shape, axes, keepdims), x.dtype), empty((outer * inner, 2), float32)
-        grid, block, shares = softmax_grid(outer, count, inner, x.itemsize)
-        args = (out, stats, x, np.int64(outer), count, np.int64(inner), *shares)
-        launch("softmax", "logsumexp", grid, block, args, T=x.dtype)
+        ctx.spans = span(x.shape, axes)
+        out = empty(left(x.shape, axes, keepdims), x.dtype)
+        stats = empty((out.size, 2), float32)
+        launch_over_axis("logsumexp", ctx.spans, x, (out, stats, x))
         ctx.save(x, stats)
         return out
 
@@ -63,17 +62,14 @@ class LogSumExp(Function):
     def backward_cuda(ctx, dout, needs, into):
         x, stats = ctx.saved
         dx, add = gradient_target(into[0], x.shape, x.dtype)
-        outer, count, inner = ctx.spans
-        grid, block, shares = softmax_grid(outer, count, inner, x.itemsize)
-        args = (dx, add, dout, x, stats, np.int64(outer), count, np.int64(inner), *shares)
-        launch("softmax", "logsumexp_backward", grid, block, args, T=x.dtype)
+        launch_over_axis("logsumexp_backward", ctx.spans, x, (dx, add, dout, x, stats))
         return (dx,)
 
 
 def logsumexp(x: Any, axis: Axis = None, keepdims: bool = False) -> Tensor:
     """log(sum(exp(x))) over `axis`, in x's dtype, float32 for integers; the maximum is subtracted first, so that it
     does not overflow."""
-    (x,) = as_tensors(x, floating=True)
+    x = as_floating(x)
     axes = normalize_axes(axis, x.ndim)
     if not 0 < math.prod(x.shape[i] for i in axes) <= _LONGEST_ROW or not x.size:
         return LogSumExp.compose(x, axes, flag("keepdims", keepdims))

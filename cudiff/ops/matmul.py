@@ -30,6 +30,7 @@ from cudiff.ops.cast import (
     require_floats,
     result_dtype,
     upcast,
+    upcast_like_first,
 )
 from cudiff.ops.reduce import sum_array, sum_rows_cuda, sum_to
 from cudiff.ops.shape import reshape, split
@@ -72,19 +73,16 @@ class MatMul(Function):
     @staticmethod
     def forward_numpy(ctx, a, b):
         ctx.save(a, b)
-        wide = compute_dtype(a.dtype)
-        return matmul_numpy(a.astype(wide, copy=False), b.astype(wide, copy=False)).astype(a.dtype, copy=False)
+        return downcast(matmul_numpy(*upcast_like_first(a, b)), a.dtype)
 
     @staticmethod
     def backward_numpy(ctx, dout, needs, into):
-        wide = compute_dtype(dout.dtype)
-        a, b = (x.astype(wide, copy=False) for x in ctx.saved)
-        dout = dout.astype(wide, copy=False)
+        dout, a, b = upcast_like_first(dout, *ctx.saved)
         da = db = None
         if needs[0]:
-            da = sum_to(matmul_numpy(dout, np.swapaxes(b, -1, -2)), a.shape).astype(ctx.saved[0].dtype, copy=False)
+            da = downcast(sum_to(matmul_numpy(dout, np.swapaxes(b, -1, -2)), a.shape), ctx.saved[0].dtype)
         if needs[1]:
-            db = sum_to(matmul_numpy(np.swapaxes(a, -1, -2), dout), b.shape).astype(ctx.saved[1].dtype, copy=False)
+            db = downcast(sum_to(matmul_numpy(np.swapaxes(a, -1, -2), dout), b.shape), ctx.saved[1].dtype)
         return da, db
 
     @staticmethod
@@ -99,25 +97,23 @@ class MatMul(Function):
     def backward_cuda(ctx, dout, needs, into):
         a, b = ctx.saved
         left, right, dout = _folded(a, b, dout, ctx.batch)
-        grads: list[Array | None] = [None, None]
+        grads: list[Any] = [None, None]
         for i, (x, used) in enumerate(((a, left), (b, right))):
             if not needs[i]:
                 continue
             pair = (dout, right, False, True) if i == 0 else (left, dout, True, False)
             if used.shape[0] == dout.shape[0] and used.size == x.size:
-                out, add = gradient_target(into[i], x.shape, x.dtype)
-                flat = out.reshape(used.shape)
-                matmul_cuda(*pair, flat, add)
+                grads[i], add = gradient_target(into[i], x.shape, x.dtype)
+                matmul_cuda(*pair, grads[i].reshape(used.shape), add)
             else:
                 every = matmul_cuda(*pair).reshape(*ctx.batch, *x.shape[-2:])
-                out = sum_to(every, x.shape)
-            grads[i] = out
-        return grads[0], grads[1]
+                grads[i] = sum_to(every, x.shape)
+        return tuple(grads)
 
 
 def _folded(a: Array, b: Array, like_out: Array, batch: tuple[int, ...]) -> tuple[Array, Array, Array]:
     """a, b and an array with the result's rows as (B, r, c). B is 1 if b is one matrix: a's are folded into one."""
-    if math.prod(b.shape[:-2]) == 1 and math.prod(a.shape[:-2]) == math.prod(batch):
+    if math.prod(b.shape[:-2]) == 1:
         shape = 1, math.prod(a.shape[:-1])  # -1 is ambiguous where the depth is 0
         return a.reshape(*shape, a.shape[-1]), b.reshape(1, *b.shape[-2:]), like_out.reshape(*shape, like_out.shape[-1])
     count = math.prod(like_out.shape[:-2])
@@ -130,8 +126,8 @@ class Linear(Function):
     @staticmethod
     def forward_numpy(ctx, x, weight, bias, residual):
         ctx.save(x, weight)
-        wide = compute_dtype(x.dtype)
-        out = matmul_numpy(_rows_numpy(x).astype(wide, copy=False), weight.astype(wide, copy=False).T)
+        wide_x, wide_weight = upcast_like_first(x, weight)
+        out = matmul_numpy(_rows_numpy(wide_x), wide_weight.T)
         if bias is not None:
             out += bias
         if residual is not None:
@@ -196,7 +192,7 @@ class GatedLinear(Function):
     @staticmethod
     def forward_numpy(ctx, x, weight, bias, residual, gate):
         y = Linear.forward_numpy(ctx, x, weight, bias, None)
-        gate = upcast(gate).reshape(len(gate), *[1] * (y.ndim - 2), -1).astype(compute_dtype(y.dtype), copy=False)
+        gate = gate.reshape(len(gate), *[1] * (y.ndim - 2), -1).astype(compute_dtype(y.dtype), copy=False)
         ctx.save(x, weight, gate, y)
         return downcast(upcast(residual) + gate * upcast(y), y.dtype)
 
@@ -226,13 +222,12 @@ class GatedLinear(Function):
 
 def _gradients_numpy(x: np.ndarray, weight: np.ndarray, dout: np.ndarray, needs: Sequence[bool]) -> tuple:
     """dx, dweight and dbias, None where not needed; the rows of dout are those of `x`."""
-    wide = compute_dtype(x.dtype)
-    dout = _rows_numpy(dout).astype(wide, copy=False)
+    wide_x, weight, dout = upcast_like_first(x, weight, _rows_numpy(dout))
     dx = dweight = dbias = None
     if needs[0]:
-        dx = matmul_numpy(dout, weight.astype(wide, copy=False)).astype(x.dtype, copy=False).reshape(x.shape)
+        dx = downcast(matmul_numpy(dout, weight), x.dtype).reshape(x.shape)
     if needs[1]:
-        dweight = matmul_numpy(dout.T, _rows_numpy(x).astype(wide, copy=False))
+        dweight = matmul_numpy(dout.T, _rows_numpy(wide_x))
     if needs[2]:
         dbias = sum_array(dout, 0)
     return dx, dweight, dbias
@@ -289,15 +284,20 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tens
     dweight and dbias are float32 (float64 for float64). Raises ValueError where the sizes do not agree.
     """
     x = _fitting(x, weight, bias)
-    if residual is not None and (residual.shape, residual.dtype) != ((*x.shape[:-1], weight.shape[0]), x.dtype):
-        raise ValueError(f"linear: the residual {residual.shape} {residual.dtype} is not like the result")
+    check_additions("linear", x, len(weight), residual, gate)
     if gate is None:
         return Linear.apply(x, weight, bias, residual)
-    if not len(x):
-        raise ValueError(f"linear: x of shape {x.shape} has no images to gate")
-    if residual is None or x.ndim < 2 or gate.shape != (len(x), len(weight)):
-        raise ValueError(f"linear: the gate {gate.shape} is not {(len(x), len(weight))}, beside a residual")
     return GatedLinear.apply(x, weight, bias, residual, gate)
+
+
+def check_additions(name: str, x: Tensor, outputs: int, residual: Tensor | None, gate: Tensor | None) -> None:
+    """Raise ValueError where a residual or a gate does not fit a result (..., outputs) of x (..., in)."""
+    if residual is not None and (residual.shape, residual.dtype) != ((*x.shape[:-1], outputs), x.dtype):
+        raise ValueError(f"{name}: the residual {residual.shape} {residual.dtype} is not like the result")
+    if gate is not None and not len(x):
+        raise ValueError(f"{name}: x of shape {x.shape} has no images to gate")
+    if gate is not None and (residual is None or x.ndim < 2 or gate.shape != (len(x), outputs)):
+        raise ValueError(f"{name}: the gate {gate.shape} is not {(len(x), outputs)}, beside a residual")
 
 
 def _fitting(x: Any, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -17,7 +17,7 @@ from cudiff.function import Function
 from cudiff.ops.cast import require_floats
 from cudiff.ops.elementwise import silu
 from cudiff.ops.gelu import gelu
-from cudiff.ops.matmul import gradients_cuda, linear
+from cudiff.ops.matmul import check_additions, gradients_cuda, linear
 from cudiff.ops.reduce import sum_rows_cuda
 from cudiff.tensor import Tensor
 
@@ -88,11 +88,6 @@ def mlp(x: Tensor, weight: Tensor, bias: Tensor | None, weight2: Tensor, bias2: 
     if x.ndim == 0 or x.shape[-1] != weight.shape[1] or len(weight) != weight2.shape[1] or \
             0 in weight.shape + weight2.shape:
         raise ValueError(f"mlp: x {x.shape}, weight {weight.shape} and weight2 {weight2.shape} do not fit each other")
-    if residual is not None and (residual.shape, residual.dtype) != ((*x.shape[:-1], len(weight2)), x.dtype):
-        raise ValueError(f"mlp: the residual {residual.shape} {residual.dtype} is not like the result")
-    if gate is not None and not len(x):
-        raise ValueError(f"mlp: x of shape {x.shape} has no images to gate")
-    if gate is not None and (residual is None or x.ndim < 2 or gate.shape != (len(x), len(weight2))):
-        raise ValueError(f"mlp: the gate {gate.shape} is not {(len(x), len(weight2))}, beside a residual")
+    check_additions("mlp", x, len(weight2), residual, gate)
     require_floats("mlp", x, weight, bias, weight2, bias2)
     return Mlp.apply(x, weight, bias, weight2, bias2, residual, gate, activation=activation)

@@ -8,7 +8,7 @@ import numpy as np
 
 from cudiff.backend import Array, compute_dtype, float32
 from cudiff.cuda.accumulate import gradient_target
-from cudiff.cuda.launch import blocks, empty, launch
+from cudiff.cuda.launch import aligned, blocks, empty, launch
 from cudiff.function import Function
 from cudiff.ops.cast import as_tensors, as_wide, downcast, upcast
 from cudiff.tensor import Tensor
@@ -68,8 +68,7 @@ class MSE(Function):
 def tiling(pred: Array, target: Array, size: int) -> tuple[int, int, dict[str, Any]]:
     """Elements in a tile of a sample of `size`, how many tiles it has, and the constants of the kernels in mse.cu."""
     chunk = 4096 * blocks(size, 4096 * 1024)
-    packs = size % (16 // pred.itemsize) == 0 and pred.data.ptr % 16 == 0 and target.data.ptr % 16 == 0
-    return chunk, blocks(size, chunk), {"T": pred.dtype, "VEC": int(packs)}
+    return chunk, blocks(size, chunk), {"T": pred.dtype, "VEC": int(aligned(pred, size) and aligned(target))}
 
 
 def mse(pred: Any, target: Any, weight: Any = None) -> Tensor:

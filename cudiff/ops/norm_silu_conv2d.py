@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from operator import attrgetter, index
+from operator import index
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -62,22 +62,21 @@ class Inputs(NamedTuple):
     """The inputs of `NormSiluConv2d`: arrays, or one thing for each, such as its gradient. The first NORM are the group
     norm's, in its order."""
 
-    x: Any = None
-    x2: Any = None
-    norm_weight: Any = None
-    norm_bias: Any = None
-    scale: Any = None
-    shift: Any = None
-    weight: Any = None
-    bias: Any = None
-    emb: Any = None
-    residual: Any = None
-    residual2: Any = None
-    skip_weight: Any = None
-    skip_bias: Any = None
+    x: Any
+    x2: Any
+    norm_weight: Any
+    norm_bias: Any
+    scale: Any
+    shift: Any
+    weight: Any
+    bias: Any
+    emb: Any
+    residual: Any
+    residual2: Any
+    skip_weight: Any
+    skip_bias: Any
 
 
-_itemsize = attrgetter("itemsize")
 NORM: Final = 6
 WEIGHT, BIAS, EMB, RESIDUAL, RESIDUAL2, SKIP_WEIGHT, SKIP_BIAS = range(NORM, len(Inputs._fields))  # places among Inputs
 WIDE = ("norm_weight", "norm_bias", "scale", "shift", "emb")  # read as float32, or as float64
@@ -266,7 +265,7 @@ def _converted(given: Inputs, dtype: np.dtype, upsample: bool) -> tuple[Inputs, 
         plain = (given.x2 is None and given.residual is None and not upsample
                  and (given.norm_weight is None or is_low(x.dtype)))
         if not (_casts(x, given.weight, dtype, given.emb is not None) and plain):
-            own = min(dtype, x.dtype, key=_itemsize)
+            own = min(dtype, x.dtype, key=lambda kind: kind.itemsize)
             x = astype(x, own)
     wide = dict(zip(WIDE, as_wide(*[getattr(given, name) for name in WIDE]), strict=True))
     sources = {name: getattr(given, name) for name in SOURCES}

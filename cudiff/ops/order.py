@@ -16,7 +16,7 @@ from cudiff.cuda.launch import blocks, empty, launch
 from cudiff.errors import CudiffError
 from cudiff.function import Function
 from cudiff.ops.arithmetic import where
-from cudiff.ops.cast import as_index, as_tensor, as_tensors, as_wide, astype, downcast, upcast
+from cudiff.ops.cast import as_floating, as_index, as_tensor, as_tensors, as_wide, astype, downcast, upcast
 from cudiff.ops.compare import isnan, not_equal
 from cudiff.ops.create import zeros
 from cudiff.ops.index import Pick, along, getitem, located
@@ -24,6 +24,7 @@ from cudiff.ops.reduce import (
     Axis,
     Position,
     Product,
+    left,
     max,
     min,
     normalize_axes,
@@ -265,8 +266,7 @@ def quantile(x: Any, q: float | Sequence[float], axis: Axis = None, keepdims: bo
     The two elements share the gradient. Raises ValueError for a q outside 0 to 1 and for no elements, CudiffError on a
     GPU inside of `capture`.
     """
-    x = as_tensor(x)
-    x = x if is_float(x.dtype) else astype(x, float32)
+    x = as_floating(x)
     rows, shape = _in_rows(x, axis, keepdims)
     rows, shares, count = sort(*as_wide(rows)), np.asarray(q, float), rows.shape[-1]
     if not ((shares >= 0) & (shares <= 1)).all():
@@ -295,9 +295,8 @@ def _in_rows(x: Tensor, axis: Axis, keepdims: bool) -> tuple[Tensor, tuple[int, 
     """x with the reduced axes as one last axis, after the others, and the shape of the result."""
     axes, keepdims = normalize_axes(axis, x.ndim), flag("keepdims", keepdims)
     others = tuple(i for i in range(x.ndim) if i not in axes)
-    kept = tuple(x.shape[i] for i in others)
-    rows = reshape(transpose(x, others + axes), (*kept, math.prod(x.shape[i] for i in axes)))
-    return rows, tuple(1 if i in axes else size for i, size in enumerate(x.shape)) if keepdims else kept
+    rows = reshape(transpose(x, others + axes), (*left(x.shape, axes, False), math.prod(x.shape[i] for i in axes)))
+    return rows, left(x.shape, axes, keepdims)
 
 
 def prod(x: Any, axis: Axis = None, keepdims: bool = False) -> Tensor:

@@ -18,7 +18,7 @@ class Place(Function):
     """out[index] = x among elements that are `value`, of `shape`; dx = dout[index]. The index is one of Slice's."""
 
     @staticmethod
-    def forward_numpy(ctx, x, shape, index, value=0.0):
+    def forward_numpy(ctx, x, shape, index, value):
         ctx.index = index
         out = np.full(shape, value, x.dtype)
         out[index] = x
@@ -29,7 +29,7 @@ class Place(Function):
         return (np.array(dout[ctx.index]),)
 
     @staticmethod
-    def forward_cuda(ctx, x, shape, index, value=0.0):
+    def forward_cuda(ctx, x, shape, index, value):
         ctx.index = index
         out = filled(shape, x.dtype, value)
         move(out[index], x)
@@ -47,7 +47,7 @@ class PlaceRows(Function):
     """Zeros of `shape`, to which x is added as Take's backward does; dx is what Take's forward gives of dout."""
 
     @staticmethod
-    def forward_numpy(ctx, x, index, shape, axis=0, along=False):
+    def forward_numpy(ctx, x, index, shape, axis, along):
         ctx.shape, ctx.axis, ctx.along = shape, axis, along
         ctx.save(index)
         return Take.backward_numpy(ctx, x, (True, False), (None, None))[0]
@@ -58,7 +58,7 @@ class PlaceRows(Function):
         return Take.forward_numpy(ctx, dout, index, ctx.axis, ctx.along), None
 
     @staticmethod
-    def forward_cuda(ctx, x, index, shape, axis=0, along=False):
+    def forward_cuda(ctx, x, index, shape, axis, along):
         ctx.shape, ctx.axis, ctx.along = shape, axis, along
         ctx.save(index)
         return Take.backward_cuda(ctx, x, (True, False), (None, None))[0]
@@ -74,9 +74,7 @@ def place(x: Tensor, shape: tuple[int, ...], index: Any, value: float = 0.0) -> 
     return Place.apply(x, shape=shape, index=index, value=value)
 
 
-def place_rows(
-    x: Tensor, shape: tuple[int, ...], index: Tensor, axis: int = 0, along: bool = False
-) -> Tensor:
+def place_rows(x: Tensor, shape: tuple[int, ...], index: Tensor, axis: int = 0, along: bool = False) -> Tensor:
     """Zeros of `shape`, to whose element index[i] along `axis`, or index[..., i, ...] if `along`, x's element i is
     added, in the order of i."""
     return PlaceRows.apply(x, index, shape=shape, axis=axis, along=along)

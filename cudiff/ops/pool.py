@@ -16,6 +16,7 @@ from cudiff.cuda.accumulate import gradient_target
 from cudiff.cuda.kernels.pool import Pair, Window, launch_windows, out_size, spread_windows, sum_windows
 from cudiff.cuda.launch import empty
 from cudiff.function import Function
+from cudiff.ops import depthwise
 from cudiff.ops.cast import downcast, masked, require_float, require_floats, upcast
 from cudiff.statistics import Kind, moments
 from cudiff.tensor import Tensor
@@ -28,12 +29,7 @@ NOWHERE = 255  # no place in a window of up to 255
 
 def _taps(padded: Array, window: Window, size: Pair) -> Iterator[Array]:
     """For each place in the window, row by row: the elements (a view) there of all `size` windows of `padded`."""
-    for place in np.ndindex(*window.size):
-        rows, columns = (
-            slice(first, first + step * (count - 1) + 1, step)
-            for first, step, count in zip(place, window.stride, size, strict=True)
-        )
-        yield padded[:, rows, columns]
+    return (tap for _, _, tap in depthwise.taps(padded, window.size, size, window.stride, (1, 1)))
 
 
 def _edges(size: Pair, window: Window) -> tuple[Pair, Pair]:
@@ -98,7 +94,6 @@ class AveragePool2d(Function):
 
     @staticmethod
     def forward_cuda(ctx, x, window):
-        require_float("avg_pool2d", x)
         ctx.size, ctx.window = x.shape[1:3], window
         out, ctx.out_statistics = sum_windows(x, window, 1 / math.prod(window.size), moments(x.dtype))
         return out

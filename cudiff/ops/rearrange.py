@@ -18,7 +18,7 @@ from cudiff.ops.cast import as_input, as_tensor, as_tensors
 from cudiff.ops.compare import logical_and
 from cudiff.ops.index import getitem
 from cudiff.ops.reduce import normalize_axes, normalize_axis, sum
-from cudiff.ops.shape import broadcast_to, concatenate, flatten, reshape, transpose
+from cudiff.ops.shape import broadcast_to, concatenate, expand_dims, flatten, reshape, transpose
 from cudiff.tensor import Tensor
 
 __all__ = [
@@ -31,7 +31,7 @@ def swapaxes(x: Any, axis1: int, axis2: int) -> Tensor:
     """A copy of x with two axes swapped."""
     x = as_tensor(x)
     axes = list(range(x.ndim))
-    first, second = _axes((axis1,), x.ndim)[0], _axes((axis2,), x.ndim)[0]
+    first, second = normalize_axis(axis1, x.ndim), normalize_axis(axis2, x.ndim)
     axes[first], axes[second] = second, first
     return transpose(x, axes)
 
@@ -106,7 +106,7 @@ def roll(x: Any, shift: int | Sequence[int], axis: int | Sequence[int] | None = 
         return x
     count = max(len(shifts), len(axes))
     for step, i in zip(shifts * (count // len(shifts)), axes * (count // len(axes)), strict=True):
-        (i,) = normalize_axes(i, x.ndim)
+        i = normalize_axis(i, x.ndim)
         if x.size and step % x.shape[i]:
             x = Roll.apply(x, shift=step % x.shape[i], axis=i)
     return x
@@ -131,9 +131,9 @@ def repeat(x: Any, repeats: int | Sequence[int], axis: int | None = None) -> Ten
     axis = normalize_axis(axis, x.ndim)
     times, size = _counts("repeat", repeats), x.shape[axis]
     if len(times) == 1:
-        wide = broadcast_to(reshape(x, (*x.shape[: axis + 1], 1, *x.shape[axis + 1 :])),
-                            (*x.shape[: axis + 1], *times, *x.shape[axis + 1 :]))
-        return reshape(wide, (*x.shape[:axis], size * times[0], *x.shape[axis + 1 :]))
+        before, after = x.shape[: axis + 1], x.shape[axis + 1 :]
+        wide = broadcast_to(expand_dims(x, axis + 1), (*before, *times, *after))
+        return reshape(wide, (*before[:-1], size * times[0], *after))
     if len(times) != size:
         raise ValueError(f"repeat got {len(times)} numbers for an axis of size {size}")
     return moveaxis(getitem(moveaxis(x, axis, 0), np.repeat(np.arange(size), times)), 0, axis)
@@ -188,7 +188,7 @@ def diagonal(x: Any, offset: int = 0, axis1: int = 0, axis2: int = 1) -> Tensor:
     rows, columns = x.shape[-2:]
     start, count = (offset, columns - offset) if offset >= 0 else (-offset * columns, rows + offset)
     count = max(min(count, rows, columns), 0)
-    return _along(flatten(x, x.ndim - 2), x.ndim - 2, slice(start, start + count * (columns + 1), columns + 1))
+    return getitem(flatten(x, x.ndim - 2), (..., slice(start, start + count * (columns + 1), columns + 1)))
 
 
 def trace(x: Any, offset: int = 0, axis1: int = 0, axis2: int = 1) -> Tensor:
@@ -214,10 +214,6 @@ def _triangle(name: str, x: Any, k: int, below: bool) -> Tensor:
     columns, ends = arange(x.shape[-1]), arange(k, x.shape[-2] + k)[:, None]
     kept = Tensor(columns <= ends if below else columns > ends)
     return logical_and(x, kept) if x.dtype == np.bool_ else where(kept, x, 0)
-
-
-def _along(x: Tensor, axis: int, part: slice) -> Tensor:
-    return getitem(x, (slice(None),) * axis + (part,))
 
 
 def _axes(axes: int | Sequence[int], ndim: int) -> list[int]:

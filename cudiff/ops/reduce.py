@@ -17,7 +17,7 @@ from cudiff.cuda.launch import aligned, blocks, empty, launch
 from cudiff.cuda.sums import add_rows
 from cudiff.function import Function
 from cudiff.gradient import Slot
-from cudiff.ops.cast import as_tensor, astype, masked
+from cudiff.ops.cast import as_floating, as_tensor, astype, downcast, masked, upcast
 from cudiff.tensor import Tensor
 from cudiff.threads import cut, parallel_map, unflagged
 from cudiff.values import flag
@@ -29,8 +29,8 @@ SHORT = 32  # elements of a row that NumPy takes by columns
 
 
 def reduced(function: np.ufunc, x: np.ndarray, axes: int | tuple[int, ...]) -> np.ndarray:
-    """function.reduce(x) over `axes`, which stay as 1; in float32 and wider. Short rows are taken column by column: the
-    maxima of 400,000 rows of 10 take 2 ms on one core, and 16 row by row."""
+    """function.reduce(x) over `axes`, which stay as 1; in float32 and wider. Short rows are taken column by column, up
+    to 8 times as fast."""
     last = axes if isinstance(axes, tuple) else (axes,)
     if last not in ((-1,), (x.ndim - 1,)) or not 1 < x.shape[-1] <= SHORT or x.size < 64 * SHORT:
         return function.reduce(x, axis=axes, keepdims=True)
@@ -91,7 +91,7 @@ def _column_sums(x: np.ndarray) -> np.ndarray:
 def _sum_numpy(array: np.ndarray, axes: tuple[int, ...], keepdims: bool, dtype: Any = None) -> np.ndarray:
     if not is_float(array.dtype):
         return np.asarray(np.sum(array, axis=axes, keepdims=keepdims, dtype=dtype))
-    wide = array.astype(compute_dtype(array.dtype), copy=False)
+    wide = upcast(array)
     outer, count, inner = span(array.shape, axes)
     if inner > 1 and count > 1 and len(_runs(array.shape, axes)) == 1:
         total = _sum_middle(wide.reshape(outer, count, inner)).reshape(left(array.shape, axes, keepdims))
@@ -209,9 +209,13 @@ def sum_to(array: Array, shape: tuple[int, ...], dtype: Any = None) -> Array:
     """Undo broadcasting: sum `array` over the axes along which `shape` was broadcast; `array` itself if none was."""
     if array.shape == shape:
         return array
-    lead = array.ndim - len(shape)
-    axes = tuple(i for i in range(array.ndim) if i < lead or (shape[i - lead] == 1 and array.shape[i] != 1))
-    return sum_array(array, axes, dtype=dtype).reshape(shape)
+    return sum_array(array, spread_axes(shape, array.shape), dtype=dtype).reshape(shape)
+
+
+def spread_axes(shape: tuple[int, ...], wide: tuple[int, ...]) -> tuple[int, ...]:
+    """The axes of `wide`, to which `shape` broadcasts, along which it repeats."""
+    lead = len(wide) - len(shape)
+    return tuple([i for i, size in enumerate(wide) if i < lead or (shape[i - lead] == 1 and size != 1)])
 
 
 class Sum(Function):
@@ -230,7 +234,7 @@ class Sum(Function):
     def backward_numpy(ctx, dout, needs, into):
         dout = dout.reshape(_kept(ctx.shape, ctx.axes))
         if ctx.scale != 1:
-            dout = (dout.astype(compute_dtype(dout.dtype)) * ctx.scale).astype(dout.dtype)
+            dout = downcast(upcast(dout) * ctx.scale, dout.dtype)
         if into[0] is None:
             return (np.broadcast_to(dout, ctx.shape).copy(),)
         into[0] += dout
@@ -264,10 +268,9 @@ class Extreme(Function):
     def backward_numpy(ctx, dout, needs, into):
         x, out = ctx.saved
         share = x == out
-        wide = dout.astype(compute_dtype(dout.dtype), copy=False).reshape(out.shape)
+        wide = upcast(dout).reshape(out.shape)
         ties = np.maximum(np.sum(share, axis=ctx.axes, keepdims=True, dtype=wide.dtype), 1)  # of NaN there are none
-        dx = masked(wide / ties, share)
-        return (dx.astype(x.dtype, copy=False),)
+        return (downcast(masked(wide / ties, share), x.dtype),)
 
     @staticmethod
     def forward_cuda(ctx, x, axes, keepdims, sign):
@@ -294,8 +297,7 @@ class Product(Function):
 
     @staticmethod
     def forward_numpy(ctx, x, axes, keepdims):
-        wide = x.astype(compute_dtype(x.dtype), copy=False)
-        return np.asarray(np.prod(wide, axis=axes, keepdims=keepdims)).astype(x.dtype, copy=False)
+        return downcast(np.prod(upcast(x), axis=axes, keepdims=keepdims), x.dtype)
 
     @staticmethod
     def forward_cuda(ctx, x, axes, keepdims):
@@ -311,7 +313,7 @@ class Position(Function):
     @staticmethod
     def forward_numpy(ctx, x, axes, keepdims, sign):
         outer, count, inner = span(x.shape, axes)
-        rows = x.astype(compute_dtype(x.dtype), copy=False).reshape(outer, count, inner)
+        rows = upcast(x).reshape(outer, count, inner)
         return (np.argmax if sign > 0 else np.argmin)(rows, 1).reshape(left(x.shape, axes, keepdims))
 
     @staticmethod
@@ -327,12 +329,12 @@ class Variance(Function):
 
     @staticmethod
     def forward_numpy(ctx, x, axes, keepdims, ddof, wide):
-        deviation, count = x.astype(compute_dtype(x.dtype), copy=False), _count(x.shape, axes)
+        deviation, count = upcast(x), _count(x.shape, axes)
         deviation = deviation - _sum_numpy(deviation, axes, True) / count
         ctx.axes, ctx.scale, ctx.dtype = axes, 1 / (count - ddof), x.dtype
         ctx.save(deviation)
         total = _sum_numpy(np.square(deviation), axes, keepdims) * ctx.scale
-        return np.asarray(total).astype(deviation.dtype if wide else x.dtype, copy=False)
+        return downcast(total, deviation.dtype if wide else x.dtype)
 
     @staticmethod
     def backward_numpy(ctx, dout, needs, into):
@@ -371,11 +373,6 @@ def over_axes(function: type[Function], x: Tensor, axis: Axis, keepdims: bool, *
     return out.reshape(left(x.shape, axes, keepdims))
 
 
-def _floating(x: Any) -> Tensor:
-    x = as_tensor(x)
-    return x if is_float(x.dtype) else astype(x, float32)
-
-
 def sum(x: Any, axis: Axis = None, keepdims: bool = False) -> Tensor:
     """Sum over `axis` (all axes where None), in x's dtype; integers and bools as in NumPy, on a GPU in int64."""
     return over_axes(Sum, as_tensor(x), axis, keepdims)
@@ -383,7 +380,7 @@ def sum(x: Any, axis: Axis = None, keepdims: bool = False) -> Tensor:
 
 def mean(x: Any, axis: Axis = None, keepdims: bool = False) -> Tensor:
     """Arithmetic mean over `axis`; integers give float32. Raises ValueError where there are no elements."""
-    x = _floating(x)
+    x = as_floating(x)
     count = _count(x.shape, normalize_axes(axis, x.ndim))
     if count == 0:
         raise ValueError(f"mean over no elements of shape {x.shape}")
@@ -422,12 +419,12 @@ def var(x: Any, axis: Axis = None, keepdims: bool = False, *, ddof: int = 0) -> 
 
     Raises ValueError where there are not more than ddof elements.
     """
-    return _variance(_floating(x), axis, keepdims, ddof)
+    return _variance(as_floating(x), axis, keepdims, ddof)
 
 
 def std(x: Any, axis: Axis = None, keepdims: bool = False, *, ddof: int = 0) -> Tensor:
     """Square root of `var`; its gradient is NaN where the variance is 0."""
-    x = _floating(x)
+    x = as_floating(x)
     return astype(_variance(x, axis, keepdims, ddof, wide=True) ** 0.5, x.dtype)  # float16 holds few squares
 
 

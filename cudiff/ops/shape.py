@@ -90,32 +90,30 @@ class BroadcastTo(Function):
 class Concatenate(Function):
     @staticmethod
     def forward_numpy(ctx, *arrays, axis):
-        ctx.axis, ctx.ends = axis, np.cumsum([x.shape[axis] for x in arrays])
+        ctx.axis, ctx.sizes = axis, [x.shape[axis] for x in arrays]
         return np.concatenate(arrays, axis)
 
     @staticmethod
     def backward_numpy(ctx, dout, needs, into):
-        parts = np.split(dout, ctx.ends[:-1], ctx.axis)
+        parts = _parts(dout, ctx.sizes, ctx.axis)
         return tuple(part.copy() if needed else None for part, needed in zip(parts, needs, strict=True))
 
     @staticmethod
     def forward_cuda(ctx, *arrays, axis):
-        ctx.axis, ctx.shapes = axis, [x.shape for x in arrays]
+        ctx.axis, ctx.sizes = axis, [x.shape[axis] for x in arrays]
         shape = list(arrays[0].shape)
-        shape[axis] = sum(x.shape[axis] for x in arrays)
+        shape[axis] = sum(ctx.sizes)
         out = empty(tuple(shape), arrays[0].dtype)
         join(out, arrays, axis)
         return out
 
     @staticmethod
     def backward_cuda(ctx, dout, needs, into):
-        grads = []
-        views = _parts(dout, [shape[ctx.axis] for shape in ctx.shapes], ctx.axis)
-        for view, needed, total in zip(views, needs, into, strict=True):
-            dx, accumulate = gradient_target(total, view.shape, dout.dtype) if needed else (None, False)
-            if needed:
-                move(dx, view, accumulate)
-            grads.append(dx)
+        grads: list[Array | None] = [None] * len(needs)
+        for i, view in enumerate(_parts(dout, ctx.sizes, ctx.axis)):
+            if needs[i]:
+                grads[i], accumulate = gradient_target(into[i], view.shape, dout.dtype)
+                move(grads[i], view, accumulate)
         return tuple(grads)
 
 
@@ -126,13 +124,13 @@ class Split(Function):
 
     @staticmethod
     def forward_numpy(ctx, x, sizes, axis):
-        ctx.shape, ctx.axis, ctx.ends = x.shape, axis, np.cumsum(sizes)
-        return tuple(part.copy() for part in np.split(x, ctx.ends[:-1], axis))
+        ctx.shape, ctx.axis, ctx.sizes = x.shape, axis, sizes
+        return tuple(part.copy() for part in _parts(x, sizes, axis))
 
     @staticmethod
     def backward_numpy(ctx, *douts, needs, into):
         dx = np.zeros(ctx.shape, _widest(douts)) if into[0] is None else into[0]
-        for part, dout in zip(np.split(dx, ctx.ends[:-1], ctx.axis), douts, strict=True):
+        for part, dout in zip(_parts(dx, ctx.sizes, ctx.axis), douts, strict=True):
             if dout is not None:
                 part += dout
         return (dx,)

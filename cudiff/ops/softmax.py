@@ -6,24 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from cudiff.backend import compute_dtype, float32
+from cudiff.backend import Array, compute_dtype, float32
 from cudiff.cuda.accumulate import gradient_target
 from cudiff.cuda.device import multiprocessors
 from cudiff.cuda.launch import blocks, empty, launch
 from cudiff.function import Function
 from cudiff.ops.arithmetic import where
-from cudiff.ops.cast import (
-    as_index,
-    as_tensor,
-    as_tensors,
-    as_wide,
-    astype,
-    downcast,
-    is_number,
-    require_float,
-    result_dtype,
-    upcast,
-)
+from cudiff.ops.cast import as_floating, as_index, as_wide, astype, downcast, is_number, upcast
 from cudiff.ops.compare import equal, not_equal
 from cudiff.ops.order import OneHot
 from cudiff.ops.reduce import normalize_axis, power_of_two, reduced, span, sum
@@ -59,24 +48,17 @@ class Softmax(Function):
 
     @staticmethod
     def forward_cuda(ctx, x, axis, log):
-        require_float("softmax", x)
-        outer, size, inner = span(x.shape, (axis,))
-        out, stats = empty(x.shape, x.dtype), empty((outer * inner, 2), float32)
-        grid, block, shares = softmax_grid(outer, size, inner, x.itemsize)
-        args = (out, stats, x, np.int64(outer), size, np.int64(inner), *shares, log)
-        launch("softmax", "softmax", grid, block, args, T=x.dtype)
-        ctx.axis, ctx.log = axis, log
+        ctx.spans, ctx.log = span(x.shape, (axis,)), log
+        out, stats = empty(x.shape, x.dtype), empty((x.size // x.shape[axis], 2), float32)
+        launch_over_axis("softmax", ctx.spans, x, (out, stats, x), log)
         ctx.save(x, stats)
         return out
 
     @staticmethod
     def backward_cuda(ctx, dout, needs, into):
         x, stats = ctx.saved
-        outer, size, inner = span(x.shape, (ctx.axis,))
         dx, add = gradient_target(into[0], x.shape, x.dtype)
-        grid, block, shares = softmax_grid(outer, size, inner, x.itemsize)
-        args = (dx, add, dout, x, stats, np.int64(outer), size, np.int64(inner), *shares, ctx.log)
-        launch("softmax", "softmax_backward", grid, block, args, T=x.dtype)
+        launch_over_axis("softmax_backward", ctx.spans, x, (dx, add, dout, x, stats), ctx.log)
         return (dx,)
 
 
@@ -102,7 +84,6 @@ class CrossEntropy(Function):
 
     @staticmethod
     def forward_cuda(ctx, logits, labels):
-        require_float("cross_entropy", logits)
         rows, size = logits.shape
         losses, stats, loss = empty(rows, float32), empty((rows, 2), float32), empty((), float32)
         grid, block, shares = softmax_grid(rows, size, 1, logits.itemsize)
@@ -142,6 +123,14 @@ def softmax_grid(outer: int, size: int, inner: int, itemsize: int) -> tuple[int,
     return blocks(outer, rows) * blocks(inner, columns), (columns, at_once * lanes), (lanes, rows)
 
 
+def launch_over_axis(name: str, spans: tuple[int, int, int], x: Array, args: tuple, *last: bool) -> None:
+    """Launch a kernel of softmax.cu. spans: x's sizes as `span` gives them, which the kernel gets between `args` and
+    `last`."""
+    outer, size, inner = spans
+    grid, block, shares = softmax_grid(outer, size, inner, x.itemsize)
+    launch("softmax", name, grid, block, (*args, np.int64(outer), size, np.int64(inner), *shares, *last), T=x.dtype)
+
+
 def softmax(x: Any, axis: int = -1) -> Tensor:
     """exp(x) / sum(exp(x)) over `axis`, in x's shape and dtype, float32 for integers."""
     return _over_axis(x, axis, log=False)
@@ -153,9 +142,8 @@ def log_softmax(x: Any, axis: int = -1) -> Tensor:
 
 
 def _over_axis(x: Any, axis: int, log: bool) -> Tensor:
-    x = as_tensor(x)
+    x = as_floating(x)
     axis = normalize_axis(axis, x.ndim)
-    x = astype(x, result_dtype(x, floating=True))
     if not x.size:
         return x
     return Softmax.apply(x, axis=axis, log=log)
@@ -192,7 +180,7 @@ def nll_loss(log_probs: Any, labels: Any, ignore_index: int | None = None) -> Te
 
 def _checked(name: str, rows: Any, labels: Any) -> tuple[Tensor, Tensor]:
     """Rows (N, K) of floats, and labels (N,) beside them."""
-    (rows,) = as_tensors(rows, floating=True)
+    rows = as_floating(rows)
     labels = as_index(name, labels, rows.device)
     if rows.ndim != 2 or labels.shape != rows.shape[:1]:
         raise ValueError(f"{name}: rows {rows.shape} must be (N, K) and labels {labels.shape} (N,)")

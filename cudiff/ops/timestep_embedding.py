@@ -9,7 +9,7 @@ import numpy as np
 from cudiff.backend import Array, float32, float64
 from cudiff.cuda.launch import blocks, empty, launch
 from cudiff.function import Function
-from cudiff.ops.cast import as_tensor, astype, result_dtype
+from cudiff.ops.cast import as_floating
 from cudiff.ops.create import full
 from cudiff.tensor import Tensor
 
@@ -73,10 +73,9 @@ def timestep_embedding(t: Tensor, dim: int, max_period: float = 10000.0, divisor
     steps = dim // 2 - (divisor == "half-1")
     if steps < 1:
         raise ValueError(f"dim {dim} is too small for divisor {divisor!r}")
-    t = as_tensor(t)
+    t = as_floating(t)
     if t.ndim != 1:
         raise ValueError(f"t has shape {t.shape}, not (N,): give one number for each image")
-    t = astype(t, result_dtype(t, floating=True))
     return TimestepEmbedding.apply(t, dim=dim, decay=math.log(max_period) / steps, sin_first=order == "sin,cos")
 
 
