@@ -4,7 +4,8 @@ may start before the one ahead of it ends (sm_90 and newer).
 A kernel's blocks start and prepare their barriers while the last blocks of the kernel before still run. Then they wait
 in `wait_for_previous` (common.cuh), which every kernel calls, until the kernel before has ended. That kernel has waited
 for its own predecessor, so all earlier kernels have ended too, and nothing is read or overwritten too early. CuPy's own
-launches, copies and events wait until the kernel before has ended.
+launches, copies and events wait until the kernel before has ended. At commit 916a6e2 this brought a captured training
+step of the U-Net on an H200 from 7.47 ms to 7.06, and a forward of one image from 1.16 to 1.02.
 """
 
 from __future__ import annotations

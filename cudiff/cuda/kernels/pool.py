@@ -88,7 +88,8 @@ def _lanes(rows: int, columns: int, packs: int, nbytes: int) -> int:
     """Packs of channels that a block takes of each of `rows` rows of windows: all of them, or 256.
 
     Fewer, where this makes fewer than three blocks for two multiprocessors: then each thread has one window of a row,
-    or as few as leave a block 128 bytes of a pixel. nbytes: of a pack.
+    or as few as leave a block 128 bytes of a pixel: of 8 images of 32 x 32 x 1152 8 µs on an H200, where 144 blocks for
+    9 images took 18. nbytes: of a pack.
     """
     lanes = min(256, packs)
     if 2 * rows * blocks(packs, lanes) >= 3 * multiprocessors():
