@@ -28,12 +28,15 @@ class Clip(Function):
         if ctx.needs[0]:
             ctx.save(x)
         ctx.low, ctx.high = _ends(low, high)
-        return downcast(np.clip(upcast(x), low, high), x.dtype)
+        with np.errstate(over="ignore"):  # a bound beyond the dtype is infinity
+            return downcast(np.clip(upcast(x), low, high), x.dtype)
 
     @staticmethod
     def backward_numpy(ctx, dout, needs, into):
         x = upcast(ctx.saved[0])
-        return (downcast(masked(upcast(dout), (x >= ctx.low) & (x <= ctx.high)), dout.dtype),)
+        with np.errstate(over="ignore"):
+            inside = (x >= ctx.low) & (x <= ctx.high)
+        return (downcast(masked(upcast(dout), inside), dout.dtype),)
 
     @staticmethod
     def forward_cuda(ctx, x, low, high):

@@ -16,6 +16,7 @@ from cudiff.ops.arithmetic import where
 from cudiff.ops.cast import as_floating, as_tensors, as_wide, astype
 from cudiff.ops.clip import clip
 from cudiff.ops.compare import greater
+from cudiff.ops.create import full
 from cudiff.ops.elementwise import abs, exp, expm1, log, softplus
 from cudiff.ops.mse import tiling
 from cudiff.ops.reduce import Axis, left, max, mean, normalize_axes, over_axes, span, sum
@@ -68,10 +69,12 @@ class LogSumExp(Function):
 
 def logsumexp(x: Any, axis: Axis = None, keepdims: bool = False) -> Tensor:
     """log(sum(exp(x))) over `axis`, in x's dtype, float32 for integers; the maximum is subtracted first, so that it
-    does not overflow."""
+    does not overflow. -infinity where there are no elements."""
     x = as_floating(x)
     axes = normalize_axes(axis, x.ndim)
-    if not 0 < math.prod(x.shape[i] for i in axes) <= _LONGEST_ROW or not x.size:
+    if not x.size:
+        return full(left(x.shape, axes, flag("keepdims", keepdims)), -math.inf, x.dtype, x.device)
+    if math.prod(x.shape[i] for i in axes) > _LONGEST_ROW:
         return LogSumExp.compose(x, axes, flag("keepdims", keepdims))
     return over_axes(LogSumExp, x, axis, keepdims)
 

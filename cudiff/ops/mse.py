@@ -10,7 +10,7 @@ from cudiff.backend import Array, compute_dtype, float32
 from cudiff.cuda.accumulate import gradient_target
 from cudiff.cuda.launch import aligned, blocks, empty, launch
 from cudiff.function import Function
-from cudiff.ops.cast import as_tensors, as_wide, downcast, upcast
+from cudiff.ops.cast import as_tensors, astype, downcast, upcast
 from cudiff.tensor import Tensor
 
 __all__ = ["mse"]
@@ -74,14 +74,17 @@ def tiling(pred: Array, target: Array, size: int) -> tuple[int, int, dict[str, A
 def mse(pred: Any, target: Any, weight: Any = None) -> Tensor:
     """Mean over all elements of weight·(pred - target)²: a float32 scalar (float64 for float64 inputs).
 
-    pred and target (N, ...) of one shape, weight (N,), read as float32, or None for ones. Sums run in float32 and in a
-    fixed order. Raises ValueError where shapes do not agree.
+    pred and target (N, ...) of one shape, weight (N,), read in the result's dtype, or None for ones. Sums run in that
+    dtype and in a fixed order. Raises ValueError where shapes do not agree.
     """
     pred, target = as_tensors(pred, target, floating=True)
     if pred.shape != target.shape or pred.ndim == 0:
         raise ValueError(f"mse: pred of shape {pred.shape} and target of shape {target.shape} must be equal, (N, ...)")
     if 0 in pred.shape:
         raise ValueError(f"mse: mean over no elements of shape {pred.shape}")
-    if weight is not None and weight.shape != pred.shape[:1]:
-        raise ValueError(f"mse: the weight has shape {weight.shape}, not {pred.shape[:1]}")
-    return MSE.apply(pred, target, *as_wide(weight))
+    if weight is not None:
+        dtype, given = compute_dtype(pred.dtype), weight
+        weight = astype(given, dtype) if isinstance(given, Tensor) else Tensor(given, dtype=dtype, device=pred.device)
+        if weight.shape != pred.shape[:1]:
+            raise ValueError(f"mse: the weight has shape {weight.shape}, not {pred.shape[:1]}")
+    return MSE.apply(pred, target, weight)

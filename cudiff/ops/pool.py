@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from cudiff.backend import Array
+from cudiff.backend import Array, is_float
 from cudiff.cuda.accumulate import gradient_target
 from cudiff.cuda.kernels.pool import Pair, Window, launch_windows, out_size, spread_windows, sum_windows
 from cudiff.cuda.launch import empty
@@ -139,7 +139,8 @@ class MaxPool2d(Function):
     @staticmethod
     def forward_numpy(ctx, x, window, relu):
         size = out_size(x.shape[1:3], window)
-        taps = _taps(_padded(upcast(x), window, -np.inf), window, size)
+        lowest = -np.inf if is_float(x.dtype) else 0 if x.dtype.kind in "bu" else np.iinfo(x.dtype).min
+        taps = _taps(_padded(upcast(x), window, lowest), window, size)
         out = next(taps).copy()
         place = np.zeros(out.shape, np.uint8)
         for index, tap in enumerate(taps, 1):

@@ -32,6 +32,13 @@ def test_clip_passes_the_gradient_at_its_ends(device):
     assert Tensor(x.grad).numpy().tolist() == [0, 1, 1, 1, 0]
 
 
+def test_bounds_beyond_float32_are_none(device):
+    x = Tensor(np.array([-2, 1], np.float32), requires_grad=True, device=device)
+    out = cudiff.clip(x, -1e60, 1e60)
+    out.sum().backward()
+    assert out.tolist() == [-2, 1] and Tensor(x.grad).tolist() == [1, 1]
+
+
 def test_bounds_that_are_tensors_and_arrays(device, rng):
     x, low, high = rng.standard_normal((3, 4)), rng.standard_normal((3, 1)) - 1, rng.standard_normal(4) + 1
     check_op(cudiff.clip, x, low, high, device=device)

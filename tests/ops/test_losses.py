@@ -82,6 +82,13 @@ def test_logsumexp_of_far_and_infinite_values(device):
         np.testing.assert_allclose(cudiff.logsumexp(x, 1).numpy(), expected, rtol=1e-6)
 
 
+@pytest.mark.parametrize("shape, axis, kept", [((3, 0), 1, (3,)), ((0, 3), 1, (0,)), ((0,), None, ())])
+def test_logsumexp_of_no_elements(device, shape, axis, kept):
+    x = Tensor(np.zeros(shape, np.float32), device=device)
+    np.testing.assert_array_equal(ops.logsumexp(x, axis).numpy(), np.full(kept, -np.inf, np.float32))
+    assert ops.logsumexp(x, axis, keepdims=True).ndim == len(shape)
+
+
 def test_losses_are_float32(device):
     x = Tensor(np.ones((2, 3), np.float16), device=device)
     for name in ("mae", "huber", "binary_cross_entropy_with_logits"):

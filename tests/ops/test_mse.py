@@ -38,6 +38,17 @@ def test_mixed_dtypes_meet_in_float32(device, rng):
     assert x.grad.dtype == np.float16
 
 
+@pytest.mark.parametrize("weight", [
+    [1, 3], np.array([1, 3]), np.array([1.0, 3.0]), Tensor([1.0, 3.0], dtype="float64"),
+], ids=["list", "integers", "float64", "tensor"])
+def test_a_weight_is_read_in_the_losss_dtype(device, weight):
+    if isinstance(weight, Tensor) and device == "cuda":
+        pytest.skip("a GPU has no float64")
+    pred, target = (Tensor(np.full((2, 4), k, np.float32), device=device) for k in (1, 3))
+    loss = mse(pred, target, weight)
+    assert loss.dtype == np.float32 and loss.item() == 8
+
+
 def test_two_runs_are_bit_equal(device, rng):
     arrays = [Tensor(rng.standard_normal((7, 33, 17, 3)), device=device, dtype=np.float32) for _ in range(2)]
     assert mse(*arrays).numpy().tobytes() == mse(*arrays).numpy().tobytes()

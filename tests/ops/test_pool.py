@@ -139,6 +139,12 @@ def test_padding_never_wins(device):
     np.testing.assert_array_equal(max_pool2d(x, 2, 2, 1).numpy(), np.full((1, 2, 2, 8), -3.0))
 
 
+@pytest.mark.parametrize("value", [np.int32(-7), np.uint8(3), np.bool_(False)], ids=lambda value: value.dtype.name)
+def test_padding_never_wins_among_integers(value):
+    x = np.full((1, 2, 2, 1), value)
+    np.testing.assert_array_equal(max_pool2d(Tensor(x), 2, 2, 1).numpy(), x, strict=True)
+
+
 @pytest.mark.parametrize("shape, factor", [((2, 3, 4, 8), 2), ((1, 1, 2, 3), 3), ((2, 5, 3, 1), 2), ((1, 2, 2, 4), 1)])
 def test_upsample_nearest(device, rng, shape, factor):
     check_op(
