@@ -60,12 +60,6 @@ class Unary(Function):
     gradient: ClassVar[Any]
 
     @classmethod
-    def of(cls, name: str, value: Any, gradient: Any, saves_out: bool = False) -> type[Unary]:
-        """A subclass in one line. Its name in lower case is that of its line in elementwise.cu."""
-        given = {"value": staticmethod(value), "gradient": staticmethod(gradient), "saves_out": saves_out}
-        return type(name, (cls,), given)
-
-    @classmethod
     def forward_numpy(cls, ctx, x):
         out = _by_parts(cls.value, x.dtype, x)
         if ctx.needs[0]:
@@ -96,29 +90,90 @@ class Unary(Function):
         return dx
 
 
-Negative = Unary.of("Negative", np.negative, lambda dout, x: np.negative(dout))
-Exp = Unary.of("Exp", np.exp, lambda dout, out: dout * out, saves_out=True)
-Log = Unary.of("Log", np.log, lambda dout, x: dout / x)
-Exp2 = Unary.of("Exp2", np.exp2, lambda dout, out: dout * out * math.log(2), saves_out=True)
-Log2 = Unary.of("Log2", np.log2, lambda dout, x: dout / (x * math.log(2)))
-Log10 = Unary.of("Log10", np.log10, lambda dout, x: dout / (x * math.log(10)))
-Sqrt = Unary.of("Sqrt", np.sqrt, lambda dout, out: 0.5 * dout / out, saves_out=True)
-Cbrt = Unary.of("Cbrt", np.cbrt, lambda dout, out: dout / (3 * out * out), saves_out=True)
-Abs = Unary.of("Abs", np.abs, lambda dout, x: masked(dout, x > 0) - masked(dout, x < 0))
-Square = Unary.of("Square", lambda x: x * x, lambda dout, x: 2 * dout * x)
-Log1p = Unary.of("Log1p", np.log1p, lambda dout, x: dout / (1 + x))
-Expm1 = Unary.of("Expm1", np.expm1, lambda dout, x: dout * np.exp(x))
+class Negative(Unary):
+    value = staticmethod(np.negative)
+    gradient = staticmethod(lambda dout, x: np.negative(dout))
 
 
-def _no_slope(dout, x):
-    """The gradient of a step function: 0, at the steps too, as in PyTorch."""
-    return np.zeros_like(dout)
+class Exp(Unary):
+    saves_out = True
+    value = staticmethod(np.exp)
+    gradient = staticmethod(lambda dout, out: dout * out)
 
 
-Sign = Unary.of("Sign", np.sign, _no_slope)
-Floor = Unary.of("Floor", np.floor, _no_slope)
-Ceil = Unary.of("Ceil", np.ceil, _no_slope)
-Round = Unary.of("Round", np.rint, _no_slope)
+class Log(Unary):
+    value = staticmethod(np.log)
+    gradient = staticmethod(lambda dout, x: dout / x)
+
+
+class Exp2(Unary):
+    saves_out = True
+    value = staticmethod(np.exp2)
+    gradient = staticmethod(lambda dout, out: dout * out * math.log(2))
+
+
+class Log2(Unary):
+    value = staticmethod(np.log2)
+    gradient = staticmethod(lambda dout, x: dout / (x * math.log(2)))
+
+
+class Log10(Unary):
+    value = staticmethod(np.log10)
+    gradient = staticmethod(lambda dout, x: dout / (x * math.log(10)))
+
+
+class Sqrt(Unary):
+    saves_out = True
+    value = staticmethod(np.sqrt)
+    gradient = staticmethod(lambda dout, out: 0.5 * dout / out)
+
+
+class Cbrt(Unary):
+    saves_out = True
+    value = staticmethod(np.cbrt)
+    gradient = staticmethod(lambda dout, out: dout / (3 * out * out))
+
+
+class Abs(Unary):
+    value = staticmethod(np.abs)
+    gradient = staticmethod(lambda dout, x: masked(dout, x > 0) - masked(dout, x < 0))
+
+
+class Square(Unary):
+    value = staticmethod(lambda x: x * x)
+    gradient = staticmethod(lambda dout, x: 2 * dout * x)
+
+
+class Step(Unary):
+    """A step function. Its gradient is 0, at the steps too, as in PyTorch."""
+
+    gradient = staticmethod(lambda dout, x: np.zeros_like(dout))
+
+
+class Sign(Step):
+    value = staticmethod(np.sign)
+
+
+class Floor(Step):
+    value = staticmethod(np.floor)
+
+
+class Ceil(Step):
+    value = staticmethod(np.ceil)
+
+
+class Round(Step):
+    value = staticmethod(np.rint)
+
+
+class Log1p(Unary):
+    value = staticmethod(np.log1p)
+    gradient = staticmethod(lambda dout, x: dout / (1 + x))
+
+
+class Expm1(Unary):
+    value = staticmethod(np.expm1)
+    gradient = staticmethod(lambda dout, x: dout * np.exp(x))
 
 
 class Relu(Unary):
@@ -179,7 +234,9 @@ class Sigmoid(Unary):
         return dx
 
 
-Softplus = Unary.of("Softplus", lambda x: np.logaddexp(0, x), lambda dout, x: dout * sigmoid_numpy(x))
+class Softplus(Unary):
+    value = staticmethod(lambda x: np.logaddexp(0, x))
+    gradient = staticmethod(lambda dout, x: dout * sigmoid_numpy(x))
 
 
 class Silu(Unary):

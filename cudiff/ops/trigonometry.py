@@ -13,17 +13,20 @@ __all__ = [
     "arccos", "arccosh", "arcsin", "arcsinh", "arctan", "arctanh", "cos", "cosh", "sin", "sinh", "tan", "tanh",
 ]
 
-Sin = Unary.of("Sin", np.sin, lambda dout, x: dout * np.cos(x))
-Cos = Unary.of("Cos", np.cos, lambda dout, x: -dout * np.sin(x))
-Tan = Unary.of("Tan", np.tan, lambda dout, x: dout * (1 + np.tan(x) ** 2))
-Arcsin = Unary.of("Arcsin", np.arcsin, lambda dout, x: dout / np.sqrt((1 - x) * (1 + x)))
-Arccos = Unary.of("Arccos", np.arccos, lambda dout, x: -dout / np.sqrt((1 - x) * (1 + x)))
-Arctan = Unary.of("Arctan", np.arctan, lambda dout, x: dout / (1 + x * x))
-Sinh = Unary.of("Sinh", np.sinh, lambda dout, x: dout * np.cosh(x))
-Cosh = Unary.of("Cosh", np.cosh, lambda dout, x: dout * np.sinh(x))
-Arcsinh = Unary.of("Arcsinh", np.arcsinh, lambda dout, x: dout / np.sqrt(1 + x * x))
-Arccosh = Unary.of("Arccosh", np.arccosh, lambda dout, x: dout / np.sqrt((x - 1) * (x + 1)))
-Arctanh = Unary.of("Arctanh", np.arctanh, lambda dout, x: dout / ((1 - x) * (1 + x)))
+
+class Sin(Unary):
+    value = staticmethod(np.sin)
+    gradient = staticmethod(lambda dout, x: dout * np.cos(x))
+
+
+class Cos(Unary):
+    value = staticmethod(np.cos)
+    gradient = staticmethod(lambda dout, x: -dout * np.sin(x))
+
+
+class Tan(Unary):
+    value = staticmethod(np.tan)
+    gradient = staticmethod(lambda dout, x: dout * (1 + np.tan(x) ** 2))
 
 
 class Tanh(Unary):
@@ -38,6 +41,46 @@ class Tanh(Unary):
         np.subtract(1, dx, out=dx)
         dx *= dout
         return dx
+
+
+class Arcsin(Unary):
+    value = staticmethod(np.arcsin)
+    gradient = staticmethod(lambda dout, x: dout / np.sqrt((1 - x) * (1 + x)))
+
+
+class Arccos(Unary):
+    value = staticmethod(np.arccos)
+    gradient = staticmethod(lambda dout, x: -dout / np.sqrt((1 - x) * (1 + x)))
+
+
+class Arctan(Unary):
+    value = staticmethod(np.arctan)
+    gradient = staticmethod(lambda dout, x: dout / (1 + x * x))
+
+
+class Sinh(Unary):
+    value = staticmethod(np.sinh)
+    gradient = staticmethod(lambda dout, x: dout * np.cosh(x))
+
+
+class Cosh(Unary):
+    value = staticmethod(np.cosh)
+    gradient = staticmethod(lambda dout, x: dout * np.sinh(x))
+
+
+class Arcsinh(Unary):
+    value = staticmethod(np.arcsinh)
+    gradient = staticmethod(lambda dout, x: dout / np.sqrt(1 + x * x))
+
+
+class Arccosh(Unary):
+    value = staticmethod(np.arccosh)
+    gradient = staticmethod(lambda dout, x: dout / np.sqrt((x - 1) * (x + 1)))
+
+
+class Arctanh(Unary):
+    value = staticmethod(np.arctanh)
+    gradient = staticmethod(lambda dout, x: dout / ((1 - x) * (1 + x)))
 
 
 def sin(x: Any) -> Tensor:
