@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from cudiff.backend import bfloat16, float32
-from cudiff.cuda import select
+from cudiff.cuda import select, tiles
 from cudiff.cuda.kernels.attention.problem import Heads
 from cudiff.ops.attention import _heads, attention_qkv
 from cudiff.ops.conv2d import conv2d
@@ -201,3 +201,14 @@ def test_heads_keep_their_array(host_of):
     del array, _
     gc.collect()
     assert reference() is not None and q.shape == (1, 16, 2, 16)
+
+
+@pytest.mark.parametrize("hopper, rows", [(False, 512), (True, 512), (True, 8192)])
+def test_an_input_gradient_that_is_added_to_says_so_while_it_is_tuned(host_of, hopper, rows):
+    """Tuning launches it again and again, and puts back what was added to."""
+    host, added = host_of(hopper), []
+    x, weight = tensor(host, rows, 256), tensor(host, 256, 256, grad=False)
+    with tiles.watched(lambda planner, problem, launch, to, leaves: added.append((planner.kernel, len(to)))):
+        for _ in range(2):
+            linear(x, weight).backward(tensor(host, rows, 256).data)
+    assert [count for _, count in added] == [0, 0, 0, 1], added
