@@ -16,7 +16,6 @@ from cudiff.ops.arithmetic import where
 from cudiff.ops.cast import as_floating, as_tensors, as_wide, astype
 from cudiff.ops.clip import clip
 from cudiff.ops.compare import greater
-from cudiff.ops.create import full
 from cudiff.ops.elementwise import abs, exp, expm1, log, softplus
 from cudiff.ops.mse import tiling
 from cudiff.ops.reduce import Axis, left, max, mean, normalize_axes, over_axes, span, sum
@@ -73,7 +72,7 @@ def logsumexp(x: Any, axis: Axis = None, keepdims: bool = False) -> Tensor:
     x = as_floating(x)
     axes = normalize_axes(axis, x.ndim)
     if not x.size:
-        return full(left(x.shape, axes, flag("keepdims", keepdims)), -math.inf, x.dtype, x.device)
+        return sum(x, axes, flag("keepdims", keepdims)) - math.inf
     if math.prod(x.shape[i] for i in axes) > _LONGEST_ROW:
         return LogSumExp.compose(x, axes, flag("keepdims", keepdims))
     return over_axes(LogSumExp, x, axis, keepdims)

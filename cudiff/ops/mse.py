@@ -10,7 +10,7 @@ from cudiff.backend import Array, compute_dtype, float32
 from cudiff.cuda.accumulate import gradient_target
 from cudiff.cuda.launch import aligned, blocks, empty, launch
 from cudiff.function import Function
-from cudiff.ops.cast import as_tensors, astype, downcast, upcast
+from cudiff.ops.cast import as_tensor, as_tensors, astype, downcast, upcast
 from cudiff.tensor import Tensor
 
 __all__ = ["mse"]
@@ -83,8 +83,8 @@ def mse(pred: Any, target: Any, weight: Any = None) -> Tensor:
     if 0 in pred.shape:
         raise ValueError(f"mse: mean over no elements of shape {pred.shape}")
     if weight is not None:
-        dtype, given = compute_dtype(pred.dtype), weight
-        weight = astype(given, dtype) if isinstance(given, Tensor) else Tensor(given, dtype=dtype, device=pred.device)
+        given = as_tensor(weight)
+        weight = astype(given if given is weight else Tensor(given, device=pred.device), compute_dtype(pred.dtype))
         if weight.shape != pred.shape[:1]:
             raise ValueError(f"mse: the weight has shape {weight.shape}, not {pred.shape[:1]}")
     return MSE.apply(pred, target, weight)

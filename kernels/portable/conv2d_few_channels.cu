@@ -56,11 +56,11 @@ __device__ __forceinline__ void fill_maps(float2* maps, int channel, int n, int 
 
 // For expand: a thread's sums of its eight channels.
 struct ChannelSums {
-    float sum[8] = {}, square[8] = {};
+    float sum[8] = {}, product[8] = {};
     // Adds two channels from e on: v, and its products with `other`.
     __device__ __forceinline__ void add(int e, float2 v, float2 other) {
         sum[e] += v.x, sum[e + 1] += v.y;
-        square[e] += v.x * other.x, square[e + 1] += v.y * other.y;
+        product[e] += v.x * other.x, product[e + 1] += v.y * other.y;
     }
     // Adds up the threads of the warp that have the same channels. The first of them stores the sums.
     __device__ __forceinline__ void leave(float* to) {
@@ -69,11 +69,11 @@ struct ChannelSums {
 #pragma unroll
             for (int lanes = 4; lanes < 32; lanes *= 2) {
                 sum[e] += __shfl_xor_sync(0xffffffffu, sum[e], lanes);
-                square[e] += __shfl_xor_sync(0xffffffffu, square[e], lanes);
+                product[e] += __shfl_xor_sync(0xffffffffu, product[e], lanes);
             }
             if (threadIdx.x % 32 >= 4) continue;
             to[e * SUMS] = sum[e];
-            if (SUMS == 2) to[e * SUMS + 1] = square[e];
+            if (SUMS == 2) to[e * SUMS + 1] = product[e];
         }
     }
 };

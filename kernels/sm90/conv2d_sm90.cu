@@ -291,7 +291,8 @@ struct Products {
 };
 
 // Prefetch the weights that a block reads first. Blocks may start while the kernel before them still runs. That kernel may still
-// write weights: they are only prefetched into L2, where a write still reaches them. Each tap by one of the blocks that read it.
+// write weights: they are only prefetched into L2, where a write still reaches them. One of the blocks that read a tap prefetches
+// it.
 __device__ __forceinline__ void prefetch_weights(const Work& work, const TensorMap& weight, const TensorMap& last_weight,
                                                  int b_stages, int S, int K) {
     int end = min(min(work.own, work.last), work.first + b_stages) * R;
@@ -302,15 +303,17 @@ __device__ __forceinline__ void prefetch_weights(const Work& work, const TensorM
     }
 }
 
-// Start copying a tile's rows from h0 on, of 64 channels from k on, to where the results lie, or from there.
-__device__ __forceinline__ void load_results(u32 result, const TensorMap& map, u32 barrier, int k, const OutputTile& tile, int h0,
-                                             int images) {
+// Start copying a tile's rows from h0 on, of 64 channels from k on, from an array to `result` in shared memory.
+__device__ __forceinline__ void load_tile(u32 result, const TensorMap& map, u32 barrier, int k, const OutputTile& tile, int h0,
+                                          int images) {
     for (int c = 0; c < 64; c += CHUNK)
         for (int image = 0; image < images; image++)
             tma_load(result + c / CHUNK * CHUNK_BYTES + image * IMAGE_ROWS * 8 * ROW_BYTES, map, barrier, k + c, tile.w0, h0,
                      tile.n + image);
 }
-__device__ __forceinline__ void store_results(u32 result, const TensorMap& map, int k, const OutputTile& tile, int h0, int images) {
+
+// The same from `result` to an array.
+__device__ __forceinline__ void store_tile(u32 result, const TensorMap& map, int k, const OutputTile& tile, int h0, int images) {
     for (int c = 0; c < 64; c += CHUNK)
         for (int image = 0; image < images; image++)
             tma_store(map, result + c / CHUNK * CHUNK_BYTES + image * IMAGE_ROWS * 8 * ROW_BYTES, k + c, tile.w0, h0,
@@ -411,7 +414,7 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
             tma_store_wait();  // until TMA has read the last result, whose place the addend takes
             barrier_expect(own_addend, images * (64 / CHUNK) * min(rows, SHARE) * width * ROW_BYTES);
             bool second = NORM && k0 >= K1;
-            load_results(result, second ? addend2 : addend, own_addend, k0 - (second ? K1 : 0), tile, h0, images);
+            load_tile(result, second ? addend2 : addend, own_addend, k0 - (second ? K1 : 0), tile, h0, images);
         };
         if (SPARED > 0) products.walk(min(own - S, middle), K_STEPS, pitch, before, begin);
         products.walk(middle, K_STEPS - SPARED, pitch, before, begin);
@@ -439,7 +442,7 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
         warpgroup_meets();
         if (leads) {
             bool second = !NORM && k0 >= K1;
-            store_results(result, second ? out2 : out, k0 - (second ? K1 : 0), tile, h0, images);
+            store_tile(result, second ? out2 : out, k0 - (second ? K1 : 0), tile, h0, images);
         }
 #pragma unroll
         for (int i = 0; SUMS && i < 2; i++) tile_sums.leave(place, IMAGES - 1, i);

@@ -30,8 +30,8 @@ constexpr int THREADS = 512;
 #include "group_norm_boxes.cuh"
 #include "dropout.cuh"
 
-// Where the rows of a block's table begin, each of WIDTH channels. The first three are Affine's. Later GAIN and SLOPE are those
-// of dx = GAIN * d_preact - (CONSTANT + SLOPE * (x - centre)).
+// Where the rows of a block's table begin, each of WIDTH channels. For the first pass the first three are Affine's: mean, gain,
+// offset. For the second GAIN, SLOPE and CONSTANT are those of dx = GAIN * d_preact - (CONSTANT + SLOPE * (x - centre)).
 enum Row { MEAN = 0, GAIN = WIDTH, SLOPE = 2 * WIDTH, RSTD = 3 * WIDTH, GAMMA = 4 * WIDTH, CONSTANT = 5 * WIDTH, ROWS = 6 * WIDTH };
 
 constexpr int DEPTH = 5;  // boxes that are on their way at once: if all were, all would arrive together, and late
@@ -214,7 +214,7 @@ struct Gradient {
     }
 };
 
-// The second pass: write dx of all pixels of a thread, from where they are kept. dx, where its first pixel lies, may be null.
+// The second pass: write dx of all pixels of a thread, from where they are kept. dx: where its first pixel goes, or null.
 __device__ __forceinline__ void write_pixels(float (&sum)[V], const Gradient& gradient, const Block& block, const Held& held, T* dx,
                                              const T* addend, int pitch, bool plain) {
     int boxes = block.boxes.count, count = dx ? block.place.count : 0;
@@ -291,13 +291,13 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void backward(
     float centre[V];
     {
         T* recomputed = place.element(y, y, S, C, 0, recomputed_pitch);
-        Sums sums = {};
+        Sums of_thread = {};
         Affine affine(table, WIDTH, place.offset);
 #pragma unroll
         for (int k = 0; k < V; k++) centre[k] = affine.centre[k];
-        if (recomputed) add_pixels(sums, affine, block, held, bits, kept_scale, silu, recomputed, recomputed_pitch, true);
-        else add_pixels(sums, affine, block, held, bits, kept_scale, silu, recomputed, recomputed_pitch, false);
-        add_warp(warp_sums, place, sums.d_preact, sums.product);
+        if (recomputed) add_pixels(of_thread, affine, block, held, bits, kept_scale, silu, recomputed, recomputed_pitch, true);
+        else add_pixels(of_thread, affine, block, held, bits, kept_scale, silu, recomputed, recomputed_pitch, false);
+        add_warp(warp_sums, place, of_thread.d_preact, of_thread.product);
     }
     __syncthreads();
 

@@ -49,6 +49,12 @@ def test_a_weight_is_read_in_the_losss_dtype(device, weight):
     assert loss.dtype == np.float32 and loss.item() == 8
 
 
+def test_a_weight_of_pytorchs_that_wants_a_gradient_is_refused():
+    torch = pytest.importorskip("torch")
+    with pytest.raises(TypeError, match="records no gradient of PyTorch's"):
+        mse(np.ones((2, 3)), np.ones((2, 3)), torch.ones(2, requires_grad=True))
+
+
 def test_two_runs_are_bit_equal(device, rng):
     arrays = [Tensor(rng.standard_normal((7, 33, 17, 3)), device=device, dtype=np.float32) for _ in range(2)]
     assert mse(*arrays).numpy().tobytes() == mse(*arrays).numpy().tobytes()

@@ -65,6 +65,7 @@ def _supports(p: Problem) -> bool:
     low_out, pair = p.direction != WGRAD, Fusion.SECOND_SOURCE in p.wanted
     return (
         is_low(p.x.dtype)
+        and p.out.dtype == p.x.dtype
         and (p.wanted - {Fusion.BIAS, Fusion.SECOND_SOURCE} in _FUSED if low_out else not p.wanted)
         and sm90.takes_sources(p)
         and not (pair and p.direction == DGRAD and p.wanted & EPILOGUE)
