@@ -27,6 +27,7 @@ from cudiff.config import PRESETS
 from cudiff.cuda.kernels.convolution import few_channels, portable, sm90, wgrad_sm90
 from cudiff.cuda.kernels.convolution.problem import DGRAD, FPROP, WGRAD, Operands, Skip
 from cudiff.cuda.kernels.gemm import matmul
+from cudiff.cuda.kernels.gemm.product import Epilogue
 from cudiff.cuda.launch import launches
 from cudiff.data.dataset import Dataset
 from cudiff.models import build
@@ -363,7 +364,7 @@ def test_the_profile_counts_the_operations_of_convolutions(host_of):
     assert counts() == [CONVOLUTION + 2 * 4 * 32 * 32 * 104 * 128]
     run(few_channels, FPROP, bf16(2, 16, 16, 3), bf16(64, 3, 3, 3), bf16(2, 16, 16, 64))
     run(few_channels, FPROP, bf16(2, 16, 16, 64), bf16(3, 3, 3, 64), bf16(2, 16, 16, 3))
-    matmul.multiply(bf16(6, 20, 72), bf16(6, 72, 40), bf16(6, 20, 40))
+    matmul.multiply(bf16(6, 20, 72), bf16(6, 72, 40), bf16(6, 20, 40), False, False, Epilogue())
     assert counts() == [2 * 2 * 256 * 27 * 64] * 2 + [2 * 6 * 20 * 72 * 40]
 
 
