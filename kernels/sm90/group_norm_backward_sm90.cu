@@ -181,9 +181,9 @@ __device__ __forceinline__ void add_pixels(Sums& sums, const Affine& affine, con
         block.boxes.wait(i);
         if (threadIdx.x == i % WARPS * 32 && i + DEPTH < boxes) block.send(i + DEPTH);
         if (i >= count) continue;
-        T* kept = block.boxes.box(1, i) + block.at;
-        Raw& d_preact = *reinterpret_cast<Raw*>(kept);
-        d_preact = add_pixel(sums, affine, load_raw(block.boxes.box(0, i) + block.at), load_raw(kept), bits.take(), kept_scale, silu,
+        T* own = block.boxes.box(1, i) + block.at;
+        Raw& d_preact = *reinterpret_cast<Raw*>(own);
+        d_preact = add_pixel(sums, affine, load_raw(block.boxes.box(0, i) + block.at), load_raw(own), bits.take(), kept_scale, silu,
                              y + (i64)i * pitch, writes);
     }
 }
